@@ -1,0 +1,194 @@
+"""Opening and checking an artefact in any store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from hf_cachegen.artifact.manifest import (
+    MAX_MANIFEST_BYTES,
+    ChunkRecord,
+    Manifest,
+    TokensRecord,
+    token_bytes,
+)
+from hf_cachegen.config import MANIFEST_NAME
+from hf_cachegen.container import ChunkIndex, Span, index_size_bytes
+from hf_cachegen.errors import FormatError
+from hf_cachegen.stores.base import Store
+
+TOKENS_TENSOR = "input_ids"
+
+_MAX_TOKENS_HEADER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What :meth:`Artifact.verify` has read and found intact."""
+
+    n_chunks: int
+    n_segments: int
+    size_bytes: int
+
+
+class Artifact:
+    """One document's encoded cache in a store: manifest, token ids and chunk indices.
+
+    Safe to use from several threads.
+
+    Attributes
+    ----------
+    store
+        Where the files are.
+    manifest
+        The records of ``cache.json``.
+    token_ids
+        int32 [T], read-only.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, token_ids: NDArray[np.int32]) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.token_ids = token_ids
+        self._indices: dict[int, ChunkIndex] = {}
+
+    @classmethod
+    def open(cls, store: Store) -> Artifact:
+        """Read and check ``cache.json`` and the token ids; no chunk is read.
+
+        Raises
+        ------
+        StoreError
+            A file is missing or cannot be read.
+        FormatError
+            A file is damaged or of a newer version.
+        """
+        manifest = Manifest.parse(store.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES))
+        return cls(store, manifest, _read_tokens(store, manifest.tokens))
+
+    def index(self, chunk: int) -> ChunkIndex:
+        """The index of a chunk file, read once and checked against ``cache.json``.
+
+        Raises
+        ------
+        FormatError
+            The index is damaged, or not the one ``cache.json`` names.
+        """
+        found = self._indices.get(chunk)
+        if found is None:
+            # Two threads may both read it: the same bytes, once too often.
+            found = self._indices[chunk] = self._read_index(self.manifest.chunks[chunk])
+        return found
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> VerifyReport:
+        """Read every chunk file and check its length, SHA-256 and each segment.
+
+        Holds one level of one chunk at a time.
+
+        Parameters
+        ----------
+        progress
+            Called with the number of bytes read since the last call.
+
+        Raises
+        ------
+        FormatError
+            Names the first file, and the segment where one can be told, that is not intact.
+        StoreError
+            A file is missing, has another length, or cannot be read.
+        """
+        for position, record in enumerate(self.manifest.chunks):
+            self._verify_chunk(record, self.index(position), progress or _ignore)
+        manifest = self.manifest
+        return VerifyReport(
+            n_chunks=len(manifest.chunks),
+            n_segments=len(manifest.chunks) * len(manifest.levels) * manifest.n_layers,
+            size_bytes=sum(record.size_bytes for record in manifest.chunks),
+        )
+
+    def _read_index(self, record: ChunkRecord) -> ChunkIndex:
+        n_levels, n_layers = len(self.manifest.levels), self.manifest.n_layers
+        size = index_size_bytes(n_levels, n_layers)
+        data = self.store.read(record.path, 0, size, max_bytes=size)
+        try:
+            index = ChunkIndex.parse(
+                data, n_levels=n_levels, n_layers=n_layers, n_tokens=record.n_tokens
+            )
+        except FormatError as error:
+            raise self._damaged(record, str(error)) from error
+        if index.digest != record.index_digest or index.level_bytes != record.level_bytes:
+            raise self._damaged(
+                record,
+                f"chunk index: expected digest {record.index_digest}, found {index.digest}; "
+                "the file is from another save",
+            )
+        return index
+
+    def _verify_chunk(
+        self, record: ChunkRecord, index: ChunkIndex, progress: Callable[[int], None]
+    ) -> None:
+        sha256 = hashlib.sha256()
+        spans = _level_spans(index)
+        for level, span in spans:
+            # The last range is read to the end of the file, so that an excess shows.
+            size = None if span is spans[-1][1] else span.size
+            data = self.store.read(record.path, span.offset, size, max_bytes=span.size)
+            sha256.update(data)
+            progress(len(data))
+            try:
+                _check_level(index, level, data)
+            except FormatError as error:
+                raise self._damaged(record, str(error)) from error
+        if sha256.hexdigest() != record.sha256:
+            raise self._damaged(
+                record, f"expected SHA-256 {record.sha256}, found {sha256.hexdigest()}"
+            )
+
+    def _damaged(self, record: ChunkRecord, reason: str) -> FormatError:
+        return FormatError(f"{record.path} in {self.store.location}: {reason}")
+
+
+def _level_spans(index: ChunkIndex) -> list[tuple[int | None, Span]]:
+    """The ranges that make up a chunk file: its index (level None), then each level with bytes."""
+    levels = [(level, index.span(level, 0, index.n_layers - 1)) for level in range(index.n_levels)]
+    return [(None, Span(0, index.offsets[0])), *(entry for entry in levels if entry[1].size)]
+
+
+def _check_level(index: ChunkIndex, level: int | None, data: bytes) -> None:
+    if level is None:  # the index was checked when it was parsed
+        return
+    start = index.segment(level, 0).offset
+    for layer in range(index.n_layers):
+        offset, size = index.segment(level, layer)
+        index.check(level, layer, data[offset - start : offset - start + size])
+
+
+def _read_tokens(store: Store, record: TokensRecord) -> NDArray[np.int32]:
+    where = f"{record.path} in {store.location}"
+    data = store.read(record.path, max_bytes=4 * record.n + _MAX_TOKENS_HEADER_BYTES)
+    try:
+        tensors = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise FormatError(f"{where}: not a safetensors file ({error}); fetch it again") from error
+    found = {name: (tensor["dtype"], tuple(tensor["shape"])) for name, tensor in tensors.items()}
+    expected = {TOKENS_TENSOR: ("I32", (record.n,))}
+    if found != expected:
+        raise FormatError(f"{where}: expected the tensors {expected}, found {found}")
+    token_ids = np.frombuffer(tensors[TOKENS_TENSOR]["data"], dtype="<i4").astype(np.int32)
+    digest = hashlib.sha256(token_bytes(token_ids)).hexdigest()
+    if digest != record.sha256:
+        raise FormatError(
+            f"{where}: expected token ids with SHA-256 {record.sha256}, found {digest}; "
+            "the file is damaged, fetch it again"
+        )
+    token_ids.flags.writeable = False
+    return token_ids
+
+
+def _ignore(size_bytes: int) -> None:
+    """Progress that nobody watches."""
