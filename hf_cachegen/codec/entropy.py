@@ -1,0 +1,204 @@
+"""Entropy coding as the codecs use it: planes of symbols or integers, to bytes and back.
+
+The implementations give the same bytes: ``numpy`` (the specification) and ``numba`` (CPU).
+``auto`` takes the fastest that runs here; a name takes that one or raises.
+
+Integer plane, little-endian: ``u32 n | i32 escape[n] | symbol plane`` (see
+:mod:`hf_cachegen.codec.rans`), the escapes in row-major order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hf_cachegen.codec import bank as integers
+from hf_cachegen.codec import rans
+from hf_cachegen.codec.bank import IntegerBank, TableBank
+from hf_cachegen.errors import BackendUnavailable, FormatError
+
+AUTO_ORDER = ("numba", "numpy")
+"""What ``auto`` tries, in order."""
+
+BACKENDS = (*AUTO_ORDER, "triton")
+
+_COUNT_BYTES = 4
+
+
+class _Backend(NamedTuple):
+    encode_plane: Callable[..., bytes]
+    decode_plane: Callable[..., NDArray[np.uint8]]
+    to_symbols: Callable[..., tuple[NDArray[np.uint8], NDArray[np.int32]]]
+    from_symbols: Callable[..., NDArray[np.int32]]
+
+
+def available_backends() -> dict[str, str | None]:
+    """Every backend's name, with None if it is usable or else the reason why it is not."""
+    loaded = {name: _load(name) for name in BACKENDS}
+    return {name: item if isinstance(item, str) else None for name, item in loaded.items()}
+
+
+def encode_symbols(
+    symbols: NDArray[np.uint8],
+    table_ids: ArrayLike,
+    bank: TableBank,
+    rows_per_stream: int,
+    backend: str = "auto",
+    threads: int = 1,
+) -> bytes:
+    """Encode a plane of bytes.
+
+    Parameters
+    ----------
+    symbols
+        uint8 [R, T].
+    table_ids
+        [R]: the table of each row.
+    bank
+        The tables.
+    rows_per_stream
+        Rows that share an entropy stream. A decoder needs the same number.
+    backend
+        ``auto``, or a name from :func:`available_backends`.
+    threads
+        Threads that share the streams of this plane.
+
+    Raises
+    ------
+    ValueError
+        The arguments do not fit each other, or a symbol has frequency 0.
+    BackendUnavailable
+        The backend was named and cannot run here.
+    """
+    plane = _plane(symbols, np.uint8)
+    return _choose(backend).encode_plane(plane, table_ids, bank, rows_per_stream, threads)
+
+
+def decode_symbols(
+    data: bytes,
+    shape: tuple[int, int],
+    table_ids: ArrayLike,
+    bank: TableBank,
+    rows_per_stream: int,
+    backend: str = "auto",
+    threads: int = 1,
+) -> NDArray[np.uint8]:
+    """Decode a plane of bytes: the inverse of :func:`encode_symbols`.
+
+    Parameters
+    ----------
+    data
+        What :func:`encode_symbols` returned.
+    shape
+        R, T. The caller bounds it: a plane can be much smaller than its symbols.
+
+    Returns
+    -------
+    uint8 [R, T]
+
+    Raises
+    ------
+    FormatError
+        The bytes are not a plane of this shape and these tables.
+    ValueError, BackendUnavailable
+        As for :func:`encode_symbols`.
+    """
+    return _choose(backend).decode_plane(data, shape, table_ids, bank, rows_per_stream, threads)
+
+
+def encode_integers(
+    q: NDArray[Any],
+    table_ids: ArrayLike,
+    bank: IntegerBank,
+    rows_per_stream: int,
+    backend: str = "auto",
+    threads: int = 1,
+) -> bytes:
+    """Encode a plane of integers: any int32, or a smaller type, [R, T].
+
+    The other parameters and errors are those of :func:`encode_symbols`.
+    """
+    coder = _choose(backend)
+    symbols, escapes = coder.to_symbols(_plane(q, np.int32), table_ids, bank)
+    plane = coder.encode_plane(symbols, table_ids, bank, rows_per_stream, threads)
+    return b"".join(
+        [np.array(len(escapes), "<u4").tobytes(), escapes.astype("<i4").tobytes(), plane]
+    )
+
+
+def decode_integers(
+    data: bytes,
+    shape: tuple[int, int],
+    table_ids: ArrayLike,
+    bank: IntegerBank,
+    rows_per_stream: int,
+    backend: str = "auto",
+    threads: int = 1,
+) -> NDArray[np.int32]:
+    """Decode a plane of integers: the inverse of :func:`encode_integers`.
+
+    Returns
+    -------
+    int32 [R, T]
+
+    Raises
+    ------
+    FormatError
+        The bytes are not a plane of this shape and these tables.
+    ValueError, BackendUnavailable
+        As for :func:`encode_symbols`.
+    """
+    coder = _choose(backend)
+    escapes = _read_escapes(data)
+    plane = data[_COUNT_BYTES + escapes.nbytes :]
+    symbols = coder.decode_plane(plane, shape, table_ids, bank, rows_per_stream, threads)
+    return coder.from_symbols(symbols, escapes, table_ids, bank)
+
+
+def _read_escapes(data: bytes) -> NDArray[np.int32]:
+    n_escapes = int.from_bytes(data[:_COUNT_BYTES], "little")
+    if len(data) < _COUNT_BYTES * (1 + n_escapes):
+        raise FormatError(
+            f"expected {n_escapes} escaped integers, found {len(data)} bytes; fetch the data again"
+        )
+    return np.frombuffer(data, "<i4", n_escapes, offset=_COUNT_BYTES)
+
+
+def _plane(array: NDArray[Any], dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    if array.ndim != 2 or not np.can_cast(array.dtype, dtype):
+        raise ValueError(
+            f"expected {np.dtype(dtype)} [R, T], got {array.dtype} {list(array.shape)}"
+        )
+    return array.astype(dtype, copy=False)
+
+
+def _choose(name: str) -> _Backend:
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"expected backend 'auto' or one of {BACKENDS}, got {name!r}")
+    reason = ""
+    for candidate in AUTO_ORDER if name == "auto" else (name,):
+        loaded = _load(candidate)
+        if isinstance(loaded, _Backend):
+            return loaded
+        reason = loaded
+    raise BackendUnavailable(f"entropy backend {name!r}: {reason}")
+
+
+@cache
+def _load(name: str) -> _Backend | str:
+    """A backend, or the reason why there is none."""
+    if name == "numpy":
+        return _Backend(
+            rans.encode_plane, rans.decode_plane, integers.to_symbols, integers.from_symbols
+        )
+    if name == "triton":
+        return "it needs tensors on a CUDA device; on the CPU use 'numba' or 'numpy'"
+    try:
+        from hf_cachegen.codec import rans_numba as fast
+    except (ImportError, OSError) as error:
+        return f"numba cannot be imported ({error})"
+    return _Backend(fast.encode_plane, fast.decode_plane, fast.to_symbols, fast.from_symbols)
