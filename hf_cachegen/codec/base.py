@@ -1,0 +1,85 @@
+"""The interface of a codec: the tensors of one layer and one run of tokens, to bytes and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_cachegen.layout import KVLayout
+
+
+class SegmentCodec(ABC):
+    """Encodes one layer's tensors over consecutive tokens as one segment.
+
+    A segment stands alone: it needs the codec (its level's parameters and the model's table) and
+    nothing of any other segment. Codecs are immutable after construction and may be used from
+    several threads at once.
+
+    Parameters
+    ----------
+    layout
+        What the model caches.
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.layout = layout
+
+    @abstractmethod
+    def encode(self, layer: int, tensors: Sequence[Tensor], start: int) -> bytes:
+        """Encode a segment.
+
+        Parameters
+        ----------
+        layer
+            Index of the layer.
+        tensors
+            As the layer's :class:`~hf_cachegen.layout.TensorSpec` list: each ``[H, T, D]`` in the
+            layout's dtype, T the same for all.
+        start
+            Position of the first token in the context.
+
+        Raises
+        ------
+        ValueError
+            The tensors do not fit the layout, or hold values that the codec cannot represent.
+        """
+
+    @abstractmethod
+    def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
+        """Decode a segment into preallocated tensors.
+
+        Parameters
+        ----------
+        layer, start
+            As for :meth:`encode`.
+        data
+            What :meth:`encode` returned.
+        out
+            Tensors or views ``[H, T, D]`` in the layout's dtype, any strides, any device.
+
+        Raises
+        ------
+        FormatError
+            The bytes are not a segment of this codec, layer and number of tokens.
+        """
+
+    def check_tensors(self, layer: int, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError unless ``tensors`` have this layer's shapes and dtype."""
+        specs = self.layout.layers[layer].tensors
+        tokens = tensors[0].shape[-2] if tensors and tensors[0].ndim == 3 else -1
+        expected = [(spec.heads, tokens, spec.dim) for spec in specs]
+        found = [tuple(tensor.shape) for tensor in tensors]
+        if found != expected or any(tensor.dtype != self.dtype for tensor in tensors):
+            raise ValueError(
+                f"layer {layer}: expected tensors [H, T, D] of {expected} in {self.layout.dtype}, "
+                f"got {found} in {[str(tensor.dtype) for tensor in tensors]}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The layout's dtype."""
+        dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        return dtype

@@ -1,0 +1,155 @@
+"""Statistics for ``delta`` from caches of sample text, in two passes and bounded memory.
+
+Pass 1 takes each channel's mean and standard deviation, which place the anchors; its difference
+spread needs reconstructed anchors, but differences to the unquantised anchor have the same spread
+to within the anchor's step, so one pass serves both. Pass 2 counts the integers that the codec
+will code, at every level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_cachegen.codec.bank import IntegerBank
+from hf_cachegen.codec.delta import (
+    DeltaConfig,
+    DeltaTables,
+    DeltaTransform,
+    channel_planes,
+    row_offsets,
+    table_ids,
+)
+from hf_cachegen.codec.integer_tables import build_integer_bank
+from hf_cachegen.config import MAX_ALPHABET
+from hf_cachegen.layout import KVLayout
+
+LIMIT = (MAX_ALPHABET - 2) // 2
+"""Largest integer with a symbol of its own; with the escape that makes MAX_ALPHABET symbols."""
+
+
+class _Moments:
+    """Running mean and variance per row, merged chunk by chunk (Chan et al. 1979)."""
+
+    def __init__(self, rows: int) -> None:
+        self.count = np.zeros(rows)
+        self.mean = np.zeros(rows)
+        self.squares = np.zeros(rows)
+
+    def add(self, rows: slice, x: Tensor) -> None:
+        """Count in the columns of ``x`` ``[rows, T]``."""
+        if x.shape[1] == 0:
+            return
+        n, old = x.shape[1], self.count[rows]
+        mean = x.double().mean(dim=1).cpu().numpy()
+        squares = x.double().var(dim=1, correction=0).cpu().numpy() * n
+        shift = mean - self.mean[rows]
+        self.squares[rows] += squares + shift**2 * old * n / (old + n)
+        self.mean[rows] += shift * n / (old + n)
+        self.count[rows] += n
+
+    def deviation(self) -> NDArray[np.float32]:
+        """Standard deviation per row; a channel that never moves gets a tiny one."""
+        deviation = np.sqrt(self.squares / np.maximum(self.count, 1))
+        floor = np.maximum(np.abs(self.mean) * 2.0**-16, 2.0**-60)
+        return np.maximum(deviation, floor).astype(np.float32)
+
+
+class DeltaProfiler:
+    """Builds :class:`~hf_cachegen.codec.delta.DeltaTables`.
+
+    Call :meth:`observe_moments` for every layer of every sample, then :meth:`observe_counts` for
+    the same samples again, then :meth:`finish`.
+
+    Parameters
+    ----------
+    layout
+        What the model caches.
+    config
+        The codec's parameters.
+    """
+
+    def __init__(self, layout: KVLayout, config: DeltaConfig) -> None:
+        self.layout = layout
+        self.config = config
+        self._offsets = row_offsets(layout)
+        rows = self._offsets[-1]
+        self._values = _Moments(rows)
+        self._differences = _Moments(rows)
+        self._statistics: tuple[NDArray[np.float32], ...] | None = None
+        self._table_ids = table_ids(layout, config)
+        # The last column counts what is out of range.
+        shape = (int(self._table_ids[-1][-1]) + 1, 2 * LIMIT + 2)
+        self._anchor_counts = np.zeros(shape, np.int32)
+        self._counts = [np.zeros(shape, np.int32) for _ in config.factors]
+
+    def observe_moments(self, layer: int, tensors: Sequence[Tensor], start: int) -> None:
+        """Pass 1. Arguments as :meth:`hf_cachegen.codec.base.SegmentCodec.encode`."""
+        x = self._planes(layer, tensors, start)
+        rows = slice(self._offsets[layer], self._offsets[layer + 1])
+        self._values.add(rows, x)
+        if self.config.group:
+            anchors = x[:, :: self.config.group].repeat_interleave(self.config.group, dim=1)
+            mask = torch.arange(x.shape[1], device=x.device) % self.config.group != 0
+            self._differences.add(rows, (x - anchors[:, : x.shape[1]])[:, mask])
+
+    def observe_counts(self, layer: int, tensors: Sequence[Tensor], start: int) -> None:
+        """Pass 2. Arguments as :meth:`observe_moments`."""
+        x = self._planes(layer, tensors, start)
+        rows = slice(self._offsets[layer], self._offsets[layer + 1])
+        mean, step, spread = (torch.from_numpy(s[rows]).to(x.device) for s in self._finished())
+        transform = DeltaTransform(self.config, mean, step)
+        anchors = transform.anchors(x) if self.config.group else None
+        if anchors is not None:
+            _count(self._anchor_counts, self._table_ids[layer], anchors)
+        mask = transform.is_difference(x.shape[1], x.device)
+        difference = (x - transform.references(anchors, x.shape[1]))[:, mask]
+        bins = spread[:, None] * self.config.bin(layer, len(self.layout.layers))
+        for counts, factor in zip(self._counts, self.config.factors, strict=True):
+            _count(counts, self._table_ids[layer], torch.round(difference / (bins * factor)))
+
+    def finish(self) -> DeltaTables:
+        """The tables of all that was observed."""
+        mean, anchor_step, spread = self._finished()
+        return DeltaTables(
+            config=self.config,
+            mean=mean,
+            anchor_step=anchor_step,
+            spread=spread,
+            anchors=_bank(self._anchor_counts) if self.config.group else None,
+            differences=tuple(_bank(counts) for counts in self._counts),
+        )
+
+    def _planes(self, layer: int, tensors: Sequence[Tensor], start: int) -> Tensor:
+        sinks = max(self.config.sinks - start, 0)
+        return channel_planes(
+            self.layout, layer, [tensor[:, sinks:] for tensor in tensors], start + sinks
+        )
+
+    def _finished(self) -> tuple[NDArray[np.float32], ...]:
+        if self._statistics is None:
+            deviation = self._values.deviation()
+            span = 2 * self.config.anchor_range / (2**self.config.anchor_bits - 1)
+            spread = self._differences.deviation() if self.config.group else deviation
+            step = (deviation * np.float32(span)).astype(np.float32)
+            self._statistics = (self._values.mean.astype(np.float32), step, spread)
+        return self._statistics
+
+
+def _count(counts: NDArray[np.int32], ids: NDArray[np.int32], q: Tensor) -> None:
+    """Add the integers ``q`` ``[C, T]`` to the histograms ``[tables, 2 LIMIT + 2]`` of ``ids``."""
+    first, n_tables = int(ids[0]), int(ids[-1] - ids[0]) + 1  # a layer's tables are consecutive
+    columns = torch.where(q.abs() <= LIMIT, q + LIMIT, 2 * LIMIT + 1).long()
+    rows = torch.from_numpy(ids - first).to(q.device, torch.int64)
+    found = torch.bincount(
+        (columns + rows[:, None] * counts.shape[1]).flatten(), minlength=n_tables * counts.shape[1]
+    )
+    counts[first : first + n_tables] += found.view(n_tables, -1).cpu().numpy().astype(np.int32)
+
+
+def _bank(counts: NDArray[np.int32]) -> IntegerBank:
+    return build_integer_bank(counts[:, :-1], -LIMIT, counts[:, -1])
