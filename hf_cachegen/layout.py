@@ -47,6 +47,10 @@ class RopeSpec(Record):
     pairing: Literal["half", "interleaved"]
 
 
+DtypeName = Literal["bfloat16", "float16", "float32"]
+LayerKind = Literal["full_attention", "sliding_attention"]
+
+
 class TensorSpec(Record):
     """One cached tensor of a layer: ``[H, T, D]`` for one context.
 
@@ -67,7 +71,7 @@ class TensorSpec(Record):
 class LayerSpec(Record):
     """One layer's cache. ``window`` is the attention window of a sliding layer, in tokens."""
 
-    kind: Literal["full_attention", "sliding_attention"]
+    kind: LayerKind
     tensors: tuple[TensorSpec, ...] = Field(min_length=1, max_length=16, strict=False)
     window: int | None = Field(default=None, ge=1)
 
@@ -76,11 +80,14 @@ class LayerSpec(Record):
         """Values per token over all tensors."""
         return sum(t.channels for t in self.tensors)
 
-    def first_token(self, length: int) -> int:
-        """First of ``length`` tokens that this layer still needs.
+    def first_visible(self, length: int) -> int:
+        """First of ``length`` tokens that the next token attends to: a window of W sees W - 1."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
 
-        A sliding layer of window W attends to W - 1 past tokens. One more is kept, so that a cache
-        can give up its last token: a prompt that equals the cached context needs that.
+    def first_token(self, length: int) -> int:
+        """First of ``length`` tokens that is worth keeping: one more than is visible.
+
+        With it a cache can give up its last token, as a prompt that equals the context needs.
         """
         return 0 if self.window is None else max(0, length - self.window)
 
@@ -88,7 +95,7 @@ class LayerSpec(Record):
 class KVLayout(Record):
     """The cache of a whole model."""
 
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: DtypeName
     ropes: dict[str, RopeSpec]
     layers: tuple[LayerSpec, ...] = Field(min_length=1, max_length=4096, strict=False)
 

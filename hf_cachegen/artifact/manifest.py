@@ -14,7 +14,7 @@ from hf_cachegen.artifact.identity import Identity, Text
 from hf_cachegen.config import CHUNKS_FOLDER, FORMAT_VERSION, MANIFEST_NAME
 from hf_cachegen.container import MAX_CHUNK_TOKENS, MAX_LEVELS, index_size_bytes
 from hf_cachegen.errors import FormatError
-from hf_cachegen.layout import KVLayout, Record, canonical_json
+from hf_cachegen.layout import Record, canonical_json
 
 FORMAT_NAME: Final = "hf-cachegen"
 
@@ -196,10 +196,12 @@ class Manifest(Record):
         layers = [layer for layer, _ in chunk.skipped]
         if layers != sorted(set(layers)) or any(count == 0 for _, count in chunk.skipped):
             raise ValueError(f"chunk {chunk.name}: expected each skipping layer once, in order")
-        allowed = skippable(self.identity.layout, self.tokens.n, chunk.start, chunk.end)
+        layout, n_tokens = self.identity.layout, self.tokens.n
+        visible = [layer.first_visible(n_tokens) for layer in layout.layers]
+        allowed = skip_before(visible, chunk.start, chunk.end)
         if not skips_at_most(chunk.skipped, allowed):
             raise ValueError(
-                f"chunk {chunk.name}: tokens that a layer needs are missing: at most "
+                f"chunk {chunk.name}: tokens that attention can see are missing: at most "
                 f"{_preview(allowed)} (layer, tokens) may be skipped, found "
                 f"{_preview(chunk.skipped)}"
             )
@@ -232,9 +234,9 @@ def chunk_bounds(
     return tuple((start, min(start + chunk_tokens, n_tokens)) for start in starts)
 
 
-def skippable(layout: KVLayout, n_tokens: int, start: int, end: int) -> Skipped:
-    """Leading tokens of the chunk [start, end) that layers of an ``n_tokens`` cache do not need."""
-    counts = (min(layer.first_token(n_tokens), end) - start for layer in layout.layers)
+def skip_before(first_tokens: Sequence[int], start: int, end: int) -> Skipped:
+    """Leading tokens of the chunk [start, end) before each layer's first token."""
+    counts = (min(first, end) - start for first in first_tokens)
     return tuple((layer, count) for layer, count in enumerate(counts) if count > 0)
 
 

@@ -15,7 +15,7 @@ from hf_cachegen.artifact.manifest import (
     LevelRecord,
     Skipped,
     chunk_bounds,
-    skippable,
+    skip_before,
     token_bytes,
 )
 from hf_cachegen.container import MAX_CHUNK_TOKENS
@@ -41,16 +41,25 @@ def plan_chunks(
     levels: Sequence[LevelRecord],
     chunk_tokens: int,
     token_ids: NDArray[np.int32],
+    held_from: Sequence[int] | None = None,
 ) -> list[ChunkPlan]:
-    """All chunks of a document, each holding no more than its layers need."""
+    """All chunks of a document, each holding no more than its layers need.
+
+    ``held_from`` is the first token that the cache at hand still holds, by layer; None: token 0.
+    """
     if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
         raise ValueError(f"expected 1 to {MAX_CHUNK_TOKENS} tokens per chunk, got {chunk_tokens}")
     bounds = chunk_bounds(len(token_ids), chunk_tokens)
-    skipped = [skippable(identity.layout, len(token_ids), *bound) for bound in bounds]
+    layers = identity.layout.layers
+    first_tokens = [
+        max(layer.first_token(len(token_ids)), held)
+        for layer, held in zip(layers, held_from or [0] * len(layers), strict=True)
+    ]
+    skipped = [skip_before(first_tokens, *bound) for bound in bounds]
     names = chunk_names(identity, levels, chunk_tokens, token_ids, skipped)
     return [
-        ChunkPlan(position, start, end, name, layers)
-        for position, ((start, end), name, layers) in enumerate(
+        ChunkPlan(position, start, end, name, skips)
+        for position, ((start, end), name, skips) in enumerate(
             zip(bounds, names, skipped, strict=True)
         )
     ]

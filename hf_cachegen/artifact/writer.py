@@ -71,6 +71,9 @@ class ArtifactWriter:
         As in :class:`~hf_cachegen.artifact.Manifest`.
     token_ids
         [T] integers.
+    held_from
+        First token that the cache at hand still holds, by layer, where a sliding window has dropped
+        some; None: all are there.
     overwrite
         Replace whatever artefact the folder holds: one of another identity, other levels, another
         chunk length or other tokens, or one whose ``cache.json`` or token ids cannot be read.
@@ -98,6 +101,7 @@ class ArtifactWriter:
         chunk_tokens: int,
         token_ids: ArrayLike,
         *,
+        held_from: Sequence[int] | None = None,
         overwrite: bool = False,
     ) -> None:
         self.folder = Path(folder)
@@ -109,7 +113,9 @@ class ArtifactWriter:
         self._lock = _lock(self.folder)
         try:
             previous = self._previous(overwrite)
-            self._plans = plan_chunks(identity, self.levels, chunk_tokens, self.token_ids)
+            self._plans = plan_chunks(
+                identity, self.levels, chunk_tokens, self.token_ids, held_from
+            )
             self._records = self._reusable(previous) if previous else {}
         except BaseException:
             self.close()
