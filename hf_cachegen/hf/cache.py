@@ -1,0 +1,335 @@
+"""A transformers cache that streams an encoded context in while ``generate()`` already runs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from hf_cachegen.artifact import Artifact, check_identity
+from hf_cachegen.errors import PromptMismatch
+from hf_cachegen.hf.buffers import LayerBuffers
+from hf_cachegen.hf.codecs import LevelCodecs, TableSource, load_table
+from hf_cachegen.hf.compat import cache_argument, layer_devices, native_layers
+from hf_cachegen.hf.describe import expected_identity
+from hf_cachegen.hf.hub import push_artifact
+from hf_cachegen.hf.layers import StreamedLayer, StreamedSlidingLayer
+from hf_cachegen.hf.saving import save_extended
+from hf_cachegen.stores import open_store
+from hf_cachegen.streaming.controller import FixedLevel, PaperPolicy, Policy
+from hf_cachegen.streaming.pipeline import ChunkStream, ChunkTransfer
+from hf_cachegen.tables import ModelTable
+
+
+class CompressedStreamingCache(Cache):
+    """The KV cache of a published context, decoded layer by layer while it arrives.
+
+    Construction returns at once; a background thread fetches chunks while others decode. Each layer
+    waits for its own tensors when attention first needs them. Afterwards the cache behaves like a
+    ``DynamicCache``: it grows, crops, reorders, repeats and copies.
+
+    Create one with :meth:`from_pretrained`.
+
+    Parameters
+    ----------
+    artifact
+        The opened artefact; its store is closed when everything has arrived.
+    model
+        The model that will use the cache.
+    policy
+        Chooses the level of each chunk.
+    table
+        The model table, if at hand.
+
+    Raises
+    ------
+    ModelMismatch
+        The artefact was made with another model, dtype or RoPE.
+    TableMismatch
+        ``table`` is not the table that the artefact was encoded with.
+    UnsupportedError
+        The model caches something this class cannot hold.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        model: PreTrainedModel,
+        policy: Policy,
+        table: ModelTable | None = None,
+    ) -> None:
+        manifest = artifact.manifest
+        check_identity(expected_identity(model, manifest.identity), manifest.identity)
+        self.artifact = artifact
+        self.token_ids: Tensor = torch.from_numpy(artifact.token_ids.copy()).long()
+        self._cache_argument = cache_argument(model)
+        self._device = model.device
+        identity = manifest.identity
+        self._codecs = LevelCodecs(
+            manifest.levels, identity.layout, identity.table, artifact.store, table
+        )
+        layers = [
+            StreamedSlidingLayer(sliding_window=native.sliding_window)
+            if isinstance(native, DynamicSlidingWindowLayer)
+            else StreamedLayer()
+            for native in native_layers(model)
+        ]
+        super().__init__(layers=layers)
+        buffers = LayerBuffers(manifest, layer_devices(model, len(layers)), self._codecs)
+        self._stream: ChunkStream | None = ChunkStream(
+            artifact,
+            policy,
+            [buffers.layers_of(chunk) for chunk in range(len(manifest.chunks))],
+            buffers.decode,
+        )
+        for index, layer in enumerate(layers):
+            load = _LayerLoad(self._stream, buffers, index)
+            layer.attach(load, manifest.tokens.n, buffers.first_token(index))
+        self._transfers = self._stream.transfers
+        self._close = weakref.finalize(self, self._stream.close)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        location: str | os.PathLike[str],
+        *,
+        model: PreTrainedModel,
+        level: str | None = None,
+        ttft_target: float | None = None,
+        tables: TableSource | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        endpoint: str | None = None,
+    ) -> CompressedStreamingCache:
+        """Open an artefact and start to stream it.
+
+        Parameters
+        ----------
+        location
+            A local folder, an ``http(s)://`` URL of one, or a Hub repository ``org/name``.
+        model
+            The model that will use the cache. It must be the one that made it.
+        level
+            Name of the level to fetch, ``"coarsest"`` or ``"finest"`` (bit-exact where there is
+            such a level); by default the finest lossy one.
+        ttft_target
+            Seconds to the first token. Each chunk is then fetched at the finest level that, at the
+            throughput of the chunk before, still meets it. Not together with ``level``.
+        tables
+            The model table, or where it is; by default where the artefact says.
+        revision, token, cache_dir, local_files_only, endpoint
+            As everywhere in huggingface_hub; for a Hub repository.
+
+        Raises
+        ------
+        ModelMismatch, TableMismatch
+            The artefact or the table belongs to another model.
+        StoreError, FormatError
+            The artefact cannot be read, or is damaged.
+        ValueError
+            An argument is wrong; the message lists what there is.
+        """
+        if level is not None and ttft_target is not None:
+            raise ValueError("expected level or ttft_target, got both")
+        hub_options = {
+            "revision": revision,
+            "token": token,
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+            "endpoint": endpoint,
+        }
+        table = None if tables is None else load_table(tables)[0]
+        store = open_store(location, **hub_options)
+        try:
+            artifact = Artifact.open(store)
+            return cls(artifact, model, _policy(artifact, level, ttft_target), table)
+        except BaseException:
+            store.close()
+            raise
+
+    @property
+    def context_length(self) -> int:
+        """Tokens of the published context."""
+        return len(self.token_ids)
+
+    def inputs(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        question: str | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        previous: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Everything ``generate()`` needs to continue this cache, the cache included.
+
+        ``model.generate(**cache.inputs(tokenizer, "Who signed it?"))`` passes the whole prompt and
+        its full attention mask, which is the form that ``generate()`` handles right.
+
+        Parameters
+        ----------
+        tokenizer, question
+            Text that follows the context; tokenised without special tokens.
+        input_ids
+            Token ids ``[T]`` or ``[1, T]`` that follow the context, instead of a question.
+        previous
+            Ids ``[1, T]`` that an earlier ``generate()`` with this cache returned, to continue the
+            conversation from there.
+
+        Raises
+        ------
+        PromptMismatch
+            ``previous`` does not start with the cached context, or is shorter than the cache.
+        """
+        if (question is not None) + (input_ids is not None) > 1:
+            raise ValueError("expected question or input_ids, got both")
+        if question is not None:
+            if tokenizer is None:
+                raise ValueError("expected a tokenizer for the question")
+            encoded = tokenizer(question, add_special_tokens=False, return_tensors="pt")
+            input_ids = encoded["input_ids"]
+        new = torch.empty(0, dtype=torch.long) if input_ids is None else input_ids.reshape(-1).cpu()
+        past = self.token_ids if previous is None else self._check_previous(previous)
+        prompt = torch.cat((past, new))[None].to(self._device)
+        if prompt.shape[1] <= self.get_seq_length():
+            # generate() needs a token to run on; the last cached one is computed again.
+            self.crop(prompt.shape[1] - 1 - self.get_seq_length())
+        return {
+            "input_ids": prompt,
+            "attention_mask": torch.ones_like(prompt),
+            self._cache_argument: self,
+        }
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        token_ids: Tensor | None = None,
+        push_to_hub: bool = False,
+        **push_options: Any,
+    ) -> None:
+        """Save this cache, with what it has grown by, as an artefact with the same levels.
+
+        Chunks of the published context are copied as they are; only new tokens are encoded.
+
+        Parameters
+        ----------
+        save_directory
+            Folder of the artefact. In the folder of the context itself, only new files are written.
+        token_ids
+            Ids of all cached tokens, such as what ``generate()`` returned; needed once the cache
+            has grown past its context. More ids than cached tokens are cut.
+        push_to_hub
+            Also upload the folder; ``push_options`` as for :meth:`push_to_hub`, ``repo_id`` by
+            default the folder's name.
+        """
+        save_extended(self, save_directory, token_ids=token_ids)
+        if push_to_hub:
+            repo_id = push_options.pop("repo_id", os.path.basename(os.fspath(save_directory)))
+            push_artifact(save_directory, repo_id, **push_options)
+
+    def push_to_hub(
+        self, repo_id: str, *, token_ids: Tensor | None = None, **push_options: Any
+    ) -> str:
+        """Save to a temporary folder and upload it; returns the URL of the commit.
+
+        Parameters
+        ----------
+        repo_id
+            ``org/name`` of a model repository, created if need be.
+        token_ids
+            As for :meth:`save_pretrained`.
+        **push_options
+            As for :func:`~hf_cachegen.push_artifact`: ``commit_message``, ``private``, ``token``,
+            ``revision``, ``create_pr``, ``endpoint``.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            save_extended(self, folder, token_ids=token_ids)
+            return push_artifact(folder, repo_id, **push_options)
+
+    def table(self) -> ModelTable | None:
+        """The model table of the artefact, fetched if need be; None if it has none."""
+        return self._codecs.table()
+
+    def stream_report(self) -> list[ChunkTransfer]:
+        """The chunks fetched so far, with level, bytes and seconds."""
+        return list(self._transfers)
+
+    def wait(self) -> None:
+        """Block until every layer is decoded."""
+        for layer in self.layers:
+            layer.materialize()
+
+    def close(self) -> None:
+        """Stop streaming. Layers that have not arrived raise when they are used."""
+        self._close()
+
+    def reset(self) -> None:
+        self.close()
+        super().reset()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedStreamingCache:
+        self.wait()
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        shared = {"artifact", "_codecs", "_stream", "_close"}
+        for name, value in self.__dict__.items():
+            setattr(clone, name, value if name in shared else copy.deepcopy(value, memo))
+        return clone
+
+    def _check_previous(self, previous: Tensor) -> Tensor:
+        ids = previous.reshape(-1).cpu()
+        common = min(len(ids), self.context_length)
+        differing = torch.nonzero(ids[:common] != self.token_ids[:common])
+        if len(differing) or len(ids) < self.get_seq_length():
+            raise PromptMismatch(
+                f"expected the ids that generate() returned with this cache: at least "
+                f"{self.get_seq_length()} that start with the cached context; got {len(ids)} ids"
+                + (f" that differ at position {int(differing[0])}" if len(differing) else "")
+            )
+        return ids
+
+
+class _LayerLoad:
+    """Waits for one layer of a stream; a callable that can be dropped with its layer."""
+
+    def __init__(self, stream: ChunkStream, buffers: LayerBuffers, layer: int) -> None:
+        self._stream = stream
+        self._buffers = buffers
+        self._layer = layer
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        self._stream.wait_layer(self._layer)
+        keys, values = self._buffers.tensors(self._layer)
+        self._buffers.release(self._layer)
+        return keys, values
+
+
+def _policy(artifact: Artifact, level: str | None, ttft_target: float | None) -> Policy:
+    levels = artifact.manifest.levels
+    names = [record.name for record in levels]
+    lossy = [index for index, record in enumerate(levels) if not record.exact]
+    if ttft_target is not None:
+        return PaperPolicy(ttft_target, first_level=lossy[len(lossy) // 2] if lossy else 0)
+    if level is None:
+        return FixedLevel(lossy[-1] if lossy else len(levels) - 1)
+    finest = next((i for i, record in enumerate(levels) if record.exact), len(levels) - 1)
+    named = {"coarsest": 0, "finest": finest, **{name: i for i, name in enumerate(names)}}
+    if level not in named:
+        raise ValueError(
+            f"unknown level {level!r}; this cache has {', '.join(names)}, and 'coarsest', 'finest'"
+        )
+    return FixedLevel(named[level])

@@ -1,0 +1,122 @@
+"""Publishing artefacts and model tables on the Hub, with cards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+
+from hf_cachegen.artifact import Artifact, Manifest
+from hf_cachegen.artifact.writer import LOCK_NAME
+from hf_cachegen.stores import LocalStore
+from hf_cachegen.tables import CARD_NAME
+
+UNPUBLISHED = [LOCK_NAME, ".*.tmp", "**/.*.tmp"]
+"""Files of a save in progress."""
+
+
+def push_artifact(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    commit_message: str = "Upload KV cache with hf-cachegen",
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    endpoint: str | None = None,
+) -> str:
+    """Upload an artefact folder, with a card, to a model repository.
+
+    Files that the repository holds already are not sent again, and files of an earlier version that
+    the artefact no longer names are removed, in one commit.
+
+    Parameters
+    ----------
+    folder
+        A complete artefact.
+    repo_id
+        ``org/name``; created if need be.
+    commit_message, private, token, revision, create_pr, endpoint
+        As everywhere in huggingface_hub.
+
+    Returns
+    -------
+    str
+        URL of the commit.
+    """
+    with LocalStore(folder) as store:
+        manifest = Artifact.open(store).manifest
+    (Path(folder) / CARD_NAME).write_text(str(artifact_card(manifest, repo_id)), encoding="utf-8")
+    api = HfApi(endpoint=endpoint, token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=Path(folder),
+        commit_message=commit_message,
+        revision=revision,
+        create_pr=create_pr,
+        ignore_patterns=UNPUBLISHED,
+        delete_patterns=["chunks/*.kv", "tokens-*.safetensors", "table/*"],
+    )
+    return str(commit.commit_url)
+
+
+def artifact_card(manifest: Manifest, repo_id: str) -> ModelCard:
+    """Card of an artefact: whose cache it is, its levels and sizes, and how to load it."""
+    identity = manifest.identity
+    data = ModelCardData(
+        library_name="hf-cachegen", tags=["kv-cache"], base_model=_hub_id(identity.model_id)
+    )
+    raw_bytes = identity.layout.bytes_per_token * manifest.tokens.n
+    rows = []
+    for index, level in enumerate(manifest.levels):
+        size = sum(chunk.level_bytes[index] for chunk in manifest.chunks)
+        exact = "bit-exact" if level.exact else "lossy"
+        rows.append(
+            f"| `{level.name}` | {exact} | {size / 1e6:.2f} MB | "
+            f"{8 * size / (identity.layout.values_per_token * manifest.tokens.n):.2f} | "
+            f"{raw_bytes / size:.1f}x |"
+        )
+    return ModelCard(_CARD.format(
+        metadata=data.to_yaml(),
+        tokens=manifest.tokens.n,
+        model=identity.model_id,
+        architecture=identity.architecture,
+        dtype=identity.layout.dtype,
+        raw_mb=raw_bytes / 1e6,
+        chunks=len(manifest.chunks),
+        chunk_tokens=manifest.chunk_tokens,
+        rows="\n".join(rows),
+        repo_id=repo_id,
+    ))  # fmt: skip
+
+
+def _hub_id(model_id: str) -> str | None:
+    return model_id if model_id.count("/") == 1 else None
+
+
+_CARD = """---
+{metadata}
+---
+
+# KV cache of {tokens} tokens for {model}
+
+The KV cache of one context, encoded with [hf-cachegen](https://pypi.org/project/hf-cachegen). It
+fits `{architecture}` with the very weights it was made with, in {dtype}; anything else is refused.
+The context's token ids are part of this repository: publish it only if you may publish the text.
+
+| level | values | size | bits/value | against {dtype} ({raw_mb:.1f} MB) |
+|---|---|---|---|---|
+{rows}
+
+{chunks} chunks of up to {chunk_tokens} tokens. To continue from it:
+
+```python
+from hf_cachegen import CompressedStreamingCache
+
+cache = CompressedStreamingCache.from_pretrained("{repo_id}", model=model)
+model.generate(**cache.inputs(tokenizer, "Your question"))
+```
+"""

@@ -1,0 +1,174 @@
+"""Cache layers whose tensors arrive later, and grow in place once they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+GROWTH = 1.25
+"""Factor by which a full buffer is enlarged. Native layers copy everything on every token."""
+
+LoadTensors = Callable[[], tuple[Tensor, Tensor]]
+"""Blocks until a layer is decoded and returns its keys and values ``[1, H, T, D]``."""
+
+
+class GrowingBuffer:
+    """A tensor ``[B, H, capacity, D]`` of which the first tokens are in use.
+
+    It owns its memory, so appending writes in place; a tensor that came from elsewhere is copied
+    into a new buffer first.
+
+    Parameters
+    ----------
+    storage
+        ``[B, H, capacity, D]``.
+    """
+
+    def __init__(self, storage: Tensor) -> None:
+        self.storage = storage
+
+    def append(self, current: Tensor, new: Tensor) -> Tensor:
+        """``current`` followed by ``new`` along T, as a view of this buffer."""
+        used, total = current.shape[-2], current.shape[-2] + new.shape[-2]
+        owned = (
+            current.data_ptr() == self.storage.data_ptr()
+            and current.shape[:2] == self.storage.shape[:2]
+            and current.stride() == self.storage.stride()
+        )
+        if not owned or total > self.storage.shape[-2]:
+            shape = (*current.shape[:2], max(total, int(GROWTH * used)), current.shape[-1])
+            self.storage = torch.empty(shape, dtype=current.dtype, device=current.device)
+            self.storage[:, :, :used] = current
+        self.storage[:, :, used:total] = new
+        return self.storage[:, :, :total]
+
+
+class _Streamed:
+    """Mixin of layers whose keys and values are loaded at first use.
+
+    Until then only lengths are known. Whatever needs tensors triggers the load.
+    """
+
+    _load: LoadTensors | None = None
+    _keys: Tensor | None = None
+    _values: Tensor | None = None
+
+    def attach(self, load: LoadTensors, length: int, first: int = 0) -> None:
+        """Take tokens [first, length) from ``load`` when tensors are first needed."""
+        self._load = load
+        self._length = length
+        self._first = first
+        self.is_initialized = True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the tensors are still to be loaded."""
+        return self._load is not None
+
+    def materialize(self) -> None:
+        """Block until the tensors are here."""
+        if self._load is None:
+            return
+        keys, values = self._load()
+        self._load = None
+        self.device = keys.device
+        self._keys, self._values = self._visible(keys), self._visible(values)
+
+    def _visible(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :, : self._length]
+
+    @property
+    def keys(self) -> Tensor | None:
+        """``[B, H, T, D]``; loads them if need be."""
+        self.materialize()
+        return self._keys
+
+    @keys.setter
+    def keys(self, tensor: Tensor | None) -> None:
+        self._keys = tensor
+
+    @property
+    def values(self) -> Tensor | None:
+        """``[B, H, T, D]``; loads them if need be."""
+        self.materialize()
+        return self._values
+
+    @values.setter
+    def values(self, tensor: Tensor | None) -> None:
+        self._values = tensor
+
+    def reset(self) -> None:
+        """Forget everything; what is still on its way is not waited for."""
+        self._load = None
+        super().reset()  # type: ignore[misc]
+
+
+class StreamedLayer(_Streamed, DynamicLayer):
+    """A full-attention layer that is decoded at first use and then grows in place."""
+
+    _buffers: tuple[GrowingBuffer, ...] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.materialize()
+        if self._keys is None or self._values is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            # In-place writes would break the graph of earlier tokens.
+            return super().update(key_states, value_states, *args, **kwargs)
+        if self._buffers is None:
+            self._buffers = tuple(GrowingBuffer(_storage(t)) for t in (self._keys, self._values))
+        self._keys = self._buffers[0].append(self._keys, key_states)
+        self._values = self._buffers[1].append(self._values, value_states)
+        return self._keys, self._values
+
+    def get_seq_length(self) -> int:
+        return self._length if self.is_pending else super().get_seq_length()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.is_pending and tokens_to_remove <= 0:
+            self._length = max(self._length + tokens_to_remove, 0)
+        else:
+            super().crop(tokens_to_remove)
+
+
+class StreamedSlidingLayer(_Streamed, DynamicSlidingWindowLayer):
+    """A sliding-window layer that is decoded at first use.
+
+    Before that it can be cropped, unlike a native one, as far as the tokens that are on their way
+    reach back: one at least, which a prompt equal to the cached context needs.
+    """
+
+    def attach(self, load: LoadTensors, length: int, first: int = 0) -> None:
+        super().attach(load, length, first)
+        self.cumulative_length = length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.materialize()  # before the native layer counts the new tokens
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _visible(self, tensor: Tensor) -> Tensor:
+        end = self.cumulative_length - self._first
+        return tensor[:, :, max(end - self.sliding_window + 1, 0) : end]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        length = max(self.cumulative_length + tokens_to_remove, 0)
+        reachable = max(length - self.sliding_window + 1, 0) >= self._first
+        if self.is_pending and tokens_to_remove <= 0 and reachable:
+            self.cumulative_length = length
+        else:
+            self.materialize()
+            super().crop(tokens_to_remove)
+
+
+def _storage(tensor: Tensor) -> Tensor:
+    """The preallocated tensor that ``tensor`` is the beginning of."""
+    base = tensor._base
+    return tensor if base is None or base.data_ptr() != tensor.data_ptr() else base
