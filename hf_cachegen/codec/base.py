@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_cachegen.layout import KVLayout
+from hf_cachegen.layout import KVLayout, TensorSpec
 
 
 class SegmentCodec(ABC):
@@ -27,6 +27,14 @@ class SegmentCodec(ABC):
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
 
+    def members(self, layer: int) -> Sequence[int]:
+        """Layers whose values a layer's segment carries: by default its own.
+
+        A codec that codes a group of layers jointly puts all of it into the segment of the group's
+        first layer and leaves the segments of the others empty. Members hold the same tokens.
+        """
+        return (layer,)
+
     @abstractmethod
     def encode(self, layer: int, tensors: Sequence[Tensor], start: int) -> bytes:
         """Encode a segment.
@@ -36,8 +44,9 @@ class SegmentCodec(ABC):
         layer
             Index of the layer.
         tensors
-            As the layer's :class:`~hf_cachegen.layout.TensorSpec` list: each ``[H, T, D]`` in the
-            layout's dtype, T the same for all.
+            The tensors of all :meth:`members`, in order, as their
+            :class:`~hf_cachegen.layout.TensorSpec` lists say: each ``[H, T, D]`` in the layout's
+            dtype, T the same for all.
         start
             Position of the first token in the context.
 
@@ -67,8 +76,8 @@ class SegmentCodec(ABC):
         """
 
     def check_tensors(self, layer: int, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError unless ``tensors`` have this layer's shapes and dtype."""
-        specs = self.layout.layers[layer].tensors
+        """Raise ValueError unless ``tensors`` have the shapes and dtype of this segment."""
+        specs = self.specs(layer)
         tokens = tensors[0].shape[-2] if tensors and tensors[0].ndim == 3 else -1
         expected = [(spec.heads, tokens, spec.dim) for spec in specs]
         found = [tuple(tensor.shape) for tensor in tensors]
@@ -77,6 +86,12 @@ class SegmentCodec(ABC):
                 f"layer {layer}: expected tensors [H, T, D] of {expected} in {self.layout.dtype}, "
                 f"got {found} in {[str(tensor.dtype) for tensor in tensors]}"
             )
+
+    def specs(self, layer: int) -> list[TensorSpec]:
+        """The tensors that a layer's segment carries."""
+        return [
+            spec for member in self.members(layer) for spec in self.layout.layers[member].tensors
+        ]
 
     @property
     def dtype(self) -> torch.dtype:

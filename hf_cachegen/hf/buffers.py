@@ -47,22 +47,26 @@ class LayerBuffers:
             if record.end > max(first, record.first_token(layer))
         ]
 
-    def decode(self, chunk: int, level: int, layer: int, data: bytes) -> None:
-        """Decode one segment to its place."""
+    def decode(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+        """Decode one segment to its place; returns the layers that it completed for this chunk."""
         record = self.manifest.chunks[chunk]
         start, first = record.first_token(layer), self._first[layer]
         codec = self._codecs[level]
-        out = [
-            buffer[0, :, max(start - first, 0) : record.end - first]
-            for buffer in self._layer(layer)
-        ]
+        members = codec.members(layer)
+        if not members:
+            return members
+        buffers = [buffer[0] for member in members for buffer in self._layer(member)]
+        out = [buffer[:, max(start - first, 0) : record.end - first] for buffer in buffers]
         if start >= first:
             codec.decode_into(layer, data, out, start)
-            return
-        whole = [torch.empty_like(o[:, :1].expand(-1, record.end - start, -1)) for o in out]
+            return members
+        # The segment begins before what this layer still needs.
+        n_tokens = record.end - start
+        whole = [o.new_empty(o.shape[0], n_tokens, o.shape[2]) for o in out]
         codec.decode_into(layer, data, whole, start)
         for target, values in zip(out, whole, strict=True):
             target.copy_(values[:, first - start :])
+        return members
 
     def tensors(self, layer: int) -> list[Tensor]:
         """A layer's tensors ``[1, H, T, D]``: views of buffers with room for more."""

@@ -341,8 +341,12 @@ def _encode_chunk(
         start = plan.start + skipped.get(layer, 0)
         if start == plan.end:
             return [b""] * len(codecs)
-        tensors = layers[layer].tokens(start, plan.end)
-        return [codec.encode(layer, tensors, start) for codec in codecs]
+        segments = []
+        for codec in codecs:
+            members = codec.members(layer)
+            tensors = [t for member in members for t in layers[member].tokens(start, plan.end)]
+            segments.append(codec.encode(layer, tensors, start) if members else b"")
+        return segments
 
     by_layer = list(pool.map(encode_layer, range(len(layers))))
     return [list(segments) for segments in zip(*by_layer, strict=True)]

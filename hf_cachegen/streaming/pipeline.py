@@ -18,8 +18,9 @@ from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.errors import CacheGenError, FormatError, StoreError
 from hf_cachegen.streaming.controller import Policy, StreamState
 
-DecodeSegment = Callable[[int, int, int, bytes], None]
-"""Called with (chunk, level, layer, data), from several threads; must not keep ``data``."""
+DecodeSegment = Callable[[int, int, int, bytes], Sequence[int]]
+"""Called with (chunk, level, layer, data), from several threads; returns the layers that now have
+all their values of this chunk."""
 
 
 @dataclass(frozen=True)
@@ -194,16 +195,16 @@ class ChunkStream:
         try:
             if self._closed or self._error is not None:
                 return
-            self._decode(chunk, level, layer, data)
+            done = self._decode(chunk, level, layer, data)
         except CacheGenError as error:
             self._fail(self._located(chunk, level, layer, error))
         except Exception as error:
             self._fail(error)
         else:
             with self._changed:
-                self._undecoded[layer] -= 1
-                if self._undecoded[layer] == 0:
-                    self._changed.notify_all()
+                for finished in done:
+                    self._undecoded[finished] -= 1
+                self._changed.notify_all()
         finally:
             self._room.release()
 
