@@ -71,6 +71,8 @@ class SegmentCodec(ABC):
 
         Raises
         ------
+        ValueError
+            ``out`` does not fit the layout.
         FormatError
             The bytes are not a segment of this codec, layer and number of tokens.
         """

@@ -42,6 +42,9 @@ from hf_cachegen.codec.rope import rotate, unrotate
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, Record
 
+LARGEST = 2.0**31 - 128
+"""Largest magnitude of a coded integer: the last float32 that fits an int32."""
+
 
 class DeltaConfig(Record):
     """Parameters of the codec, fixed when a table is profiled.
@@ -246,11 +249,6 @@ class DeltaCodec(SegmentCodec):
         x = channel_planes(
             self.layout, layer, [tensor[:, sinks:] for tensor in tensors], start + sinks
         )
-        if not torch.isfinite(x).all():
-            raise ValueError(
-                f"layer {layer}: the cache holds NaN or infinity, which `delta` cannot represent; "
-                "use the level `lossless`"
-            )
         if x.shape[1] == 0:
             return b"".join(parts)
         transform, bins = self._on(layer, x.device)
@@ -264,6 +262,7 @@ class DeltaCodec(SegmentCodec):
         return b"".join(parts)
 
     def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
+        self.check_tensors(layer, out)
         reader = ByteReader(data, f"delta segment of layer {layer}")
         sinks = self._sinks(start, out[0].shape[1])
         for tensor in out:
@@ -295,7 +294,7 @@ class DeltaCodec(SegmentCodec):
         q = torch.nn.functional.pad(q, (0, n_groups * (group - 1) - q.shape[1]))
         values = transform.mean + anchors * transform.anchor_step
         x = values[:, :, None].repeat(1, 1, group)
-        x[:, :, 1:].addcmul_(q.view(-1, n_groups, group - 1), bins[:, :, None])
+        x[:, :, 1:].addcmul_(q.view(len(q), n_groups, group - 1), bins[:, :, None])
         return x.flatten(1)[:, :tokens]
 
     def _sinks(self, start: int, tokens: int) -> int:
@@ -310,9 +309,13 @@ class DeltaCodec(SegmentCodec):
 
     def _encode_plane(self, bank: IntegerBank | None, layer: int, q: Tensor) -> bytes:
         assert bank is not None
-        limits = torch.iinfo(torch.int32)
-        # float32 cannot hold 2^31 - 1; the next value below keeps the cast defined.
-        integers = q.clamp(limits.min, limits.max - 127).to(torch.int32).cpu().numpy()
+        # Written so that NaN fails it too.
+        if not bool((q.abs() <= LARGEST).all()):
+            raise ValueError(
+                f"layer {layer}: the cache holds NaN, infinity or a value {LARGEST:.0e} bins away "
+                "from all that was profiled, which `delta` cannot represent; use `lossless`"
+            )
+        integers = q.to(torch.int32).cpu().numpy()
         ids = self._table_ids[layer]
         return encode_integers(integers, ids, bank, rows_per_stream(integers.shape[1]))
 

@@ -53,9 +53,12 @@ class _Moments:
         self.count[rows] += n
 
     def deviation(self) -> NDArray[np.float32]:
-        """Standard deviation per row; a channel that never moves gets a tiny one."""
+        """Standard deviation per row; a channel that never moved gets a small one."""
         deviation = np.sqrt(self.squares / np.maximum(self.count, 1))
-        floor = np.maximum(np.abs(self.mean) * 2.0**-16, 2.0**-60)
+        # An escape reaches 2^31 bins. With this floor, any usual value of a channel that was
+        # constant in the samples lies well within that, and so does it if there were no samples.
+        typical = deviation.mean() or 1.0
+        floor = np.maximum(np.abs(self.mean) * 2.0**-16, typical * 2.0**-12)
         return np.maximum(deviation, floor).astype(np.float32)
 
 
@@ -126,9 +129,15 @@ class DeltaProfiler:
 
     def _planes(self, layer: int, tensors: Sequence[Tensor], start: int) -> Tensor:
         sinks = max(self.config.sinks - start, 0)
-        return channel_planes(
+        x = channel_planes(
             self.layout, layer, [tensor[:, sinks:] for tensor in tensors], start + sinks
         )
+        if not torch.isfinite(x).all():
+            raise ValueError(
+                f"layer {layer}: the sample's cache holds NaN or infinity; expected a model and "
+                "dtype that give finite ones"
+            )
+        return x
 
     def _finished(self) -> tuple[NDArray[np.float32], ...]:
         if self._statistics is None:

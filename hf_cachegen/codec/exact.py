@@ -49,6 +49,7 @@ class RawCodec(SegmentCodec):
         return b"".join(tensor_bytes(tensor) for tensor in tensors)
 
     def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
+        self.check_tensors(layer, out)
         reader = ByteReader(data, f"raw segment of layer {layer}")
         for tensor in out:
             size = tensor.numel() * tensor.element_size()
@@ -66,6 +67,7 @@ class LosslessCodec(SegmentCodec):
         return b"".join(_encode_tensor(tensor) for tensor in tensors)
 
     def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
+        self.check_tensors(layer, out)
         reader = ByteReader(data, f"lossless segment of layer {layer}")
         for tensor in out:
             tensor.copy_(_decode_tensor(reader, tuple(tensor.shape), tensor.dtype))
@@ -111,7 +113,7 @@ def _encode_tensor(tensor: Tensor) -> bytes:
 def _classify(top: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Group channels of similar magnitude; returns a table id per row and counts per table."""
     n_tables = min(MAX_TABLES, len(top))
-    order = np.argsort(top.mean(axis=1), kind="stable")
+    order = np.argsort(top.sum(axis=1, dtype=np.int64), kind="stable")
     table_ids = np.empty(len(top), np.int32)
     table_ids[order] = np.arange(len(top)) * n_tables // len(top)
     counts = np.stack(

@@ -82,12 +82,10 @@ def bank_from_arrays(arrays: Mapping[str, NDArray[Any]], n_tables: int) -> Integ
 def _smooth(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Spread a little of each count over its neighbours, both ways, decaying geometrically."""
     spread = np.zeros_like(counts)
-    for columns in (range(1, counts.shape[1]), range(counts.shape[1] - 2, -1, -1)):
+    for direction in (1, -1):
         tail = np.zeros(len(counts))
-        previous = columns[0] - (1 if columns.step > 0 else -1)
-        for column in columns:
-            tail = TAIL_DECAY * (tail + counts[:, previous])
+        for column in range(counts.shape[1])[::direction]:
             spread[:, column] += tail
-            previous = column
+            tail = TAIL_DECAY * (tail + counts[:, column])
     share = (1 - TAIL_DECAY) / (2 * TAIL_DECAY)
     return (1 - TAIL_WEIGHT) * counts + TAIL_WEIGHT * share * spread
