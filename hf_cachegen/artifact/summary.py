@@ -1,0 +1,58 @@
+"""What an artefact's levels weigh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_cachegen.artifact.manifest import Manifest
+from hf_cachegen.config import DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSummary:
+    """One level over all chunks.
+
+    Attributes
+    ----------
+    size_bytes
+        Bytes of its segments.
+    bits_per_value
+        Bits for each number that the artefact holds.
+    ratio
+        Uncompressed bytes over ``size_bytes``.
+    """
+
+    name: str
+    codec: str
+    exact: bool
+    size_bytes: int
+    bits_per_value: float
+    ratio: float
+
+
+def stored_values(manifest: Manifest) -> int:
+    """Cached numbers in an artefact. Tokens that a sliding layer skips are not in it."""
+    layers = manifest.identity.layout.layers
+    return sum(
+        layer.channels * (chunk.end - chunk.first_token(index))
+        for chunk in manifest.chunks
+        for index, layer in enumerate(layers)
+    )
+
+
+def summarise_levels(manifest: Manifest) -> list[LevelSummary]:
+    """Every level with its size, coarse to fine."""
+    n_values = stored_values(manifest)
+    raw_bytes = n_values * DTYPE_BYTES[manifest.identity.layout.dtype]
+    sizes = [sum(sizes) for sizes in zip(*(c.level_bytes for c in manifest.chunks), strict=True)]
+    return [
+        LevelSummary(
+            name=level.name,
+            codec=level.codec,
+            exact=level.exact,
+            size_bytes=size,
+            bits_per_value=8 * size / n_values,
+            ratio=raw_bytes / max(size, 1),
+        )
+        for level, size in zip(manifest.levels, sizes, strict=True)
+    ]

@@ -1,0 +1,114 @@
+"""``generate``: a question to a cached context, and how long its first token takes."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_cachegen.cli import options
+from hf_cachegen.cli.output import megabytes, print_table
+
+if TYPE_CHECKING:
+    from hf_cachegen.cli.answering import Answer
+    from hf_cachegen.hf.cache import CompressedStreamingCache
+
+
+def generate(
+    model: options.Model,
+    location: options.Location,
+    question: Annotated[
+        str,
+        typer.Option(
+            help="Text that follows the cached document, as it stands.", show_default=False
+        ),
+    ],
+    level: Annotated[
+        str | None,
+        typer.Option(
+            help="Level to fetch: a name from `info`, coarsest or finest.  "
+            "[default: the finest lossy one]",
+            show_default=False,
+        ),
+    ] = None,
+    ttft_target: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds to the first token: levels are chosen to meet it.", show_default=False
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 128,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then answer from the text too, without the cache.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show each chunk's level, size and time.")
+    ] = False,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    endpoint: options.Endpoint = None,
+) -> None:
+    """Answer a question about a cached document.
+
+    The cache streams in while the model runs. MODEL must be the very model that encoded it. The
+    answer goes to stdout, times to stderr; the time to the first token counts from the request
+    for the cache, with the model loaded.
+    """
+    if level is not None and ttft_target is not None:
+        raise ValueError("expected --level or --ttft-target, got both")
+    from hf_cachegen.cli.answering import answer_from_cache, answer_from_text
+    from hf_cachegen.cli.models import load_model
+    from hf_cachegen.hf.cache import CompressedStreamingCache
+
+    loaded, tokenizer = load_model(model, dtype)
+
+    def open_cache() -> CompressedStreamingCache:
+        return CompressedStreamingCache.from_pretrained(
+            location,
+            model=loaded,
+            level=level,
+            ttft_target=ttft_target,
+            revision=revision,
+            token=token,
+            endpoint=endpoint,
+        )
+
+    cached, cache = answer_from_cache(loaded, tokenizer, open_cache, question, max_new_tokens)
+    _report("from the cache", cached)
+    if verbose:
+        _print_stream(cache)
+    if compare:
+        text = answer_from_text(loaded, tokenizer, cached.prompt, max_new_tokens)
+        _report("from the text", text)
+        ratio = text.first_token_s / cached.first_token_s
+        same = "the same" if text.text == cached.text else "another"
+        print(f"the cache's first token came {ratio:.1f}x as soon; {same} answer", file=sys.stderr)
+
+
+def _report(source: str, answer: Answer) -> None:
+    print(
+        f"{source}: first token after {answer.first_token_s:.3f} s, "
+        f"{answer.n_tokens} tokens after {answer.total_s:.3f} s",
+        file=sys.stderr,
+    )
+
+
+def _print_stream(cache: CompressedStreamingCache) -> None:
+    names = [level.name for level in cache.artifact.manifest.levels]
+    print_table(
+        ("chunk", "level", "size", "requested at", "took", "Mbit/s"),
+        [
+            (
+                str(transfer.chunk),
+                names[transfer.level],
+                megabytes(transfer.size_bytes),
+                f"{transfer.started_s:.3f} s",
+                f"{transfer.seconds:.3f} s",
+                f"{8e-6 * transfer.size_bytes / max(transfer.seconds, 1e-9):.1f}",
+            )
+            for transfer in cache.stream_report()
+        ],
+        stderr=True,
+    )

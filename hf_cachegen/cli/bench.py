@@ -1,0 +1,190 @@
+"""``bench``: size, quality and speed on this machine."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hf_cachegen.cli import options
+from hf_cachegen.cli.output import print_json, print_table
+
+if TYPE_CHECKING:
+    from hf_cachegen.bench.codec import Row
+
+ROUND_TRIP_FAILED = 1
+
+COLUMNS = (
+    "codec",
+    "level",
+    "bits/value",
+    "vs bf16",
+    "KL mean",
+    "KL p99",
+    "top-1",
+    "perplexity",
+    "encode",
+    "decode",
+    "GB/s",
+)
+
+app = typer.Typer(help="Measure size, quality and speed on this machine.", rich_markup_mode=None)
+
+
+class Tables(StrEnum):
+    """What has a probability table of its own."""
+
+    channel = "channel"
+    tensor = "tensor"
+
+
+def codec(
+    model: options.Model,
+    text: Annotated[
+        list[Path], options.text_option("Text files, one document each, to measure on.", "--text")
+    ],
+    calibration: Annotated[
+        list[Path] | None,
+        options.text_option("Other text files, to make the model's table from.", "--calibration"),
+    ] = None,
+    table: Annotated[
+        str | None,
+        typer.Option(help="Folder or Hub repository of a model table.", show_default=False),
+    ] = None,
+    codec: Annotated[
+        str | None, typer.Option(help="Measure only this codec's levels.", show_default=False)
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each document to cache.", min=1)] = 1500,
+    continuation: Annotated[
+        int, typer.Option(help="Next tokens to predict from the cache.", min=2)
+    ] = 256,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    max_samples: Annotated[
+        int | None,
+        typer.Option(help="Samples of calibration text to use at most.", show_default=False),
+    ] = None,
+    group: options.Group = None,
+    bins: options.Bins = None,
+    factors: options.Factors = None,
+    sinks: options.Sinks = None,
+    tables_per: Annotated[
+        Tables, typer.Option(help="A probability table for each of these.")
+    ] = Tables.channel,
+    json: options.Json = False,
+) -> None:
+    """Measure every level, and what people do without a codec, on real documents.
+
+    Bits per value count every byte but the model table. Quality compares next-token predictions
+    with those of the exact cache. The exit code is 1 if a level does not give back what it must.
+    """
+    if (calibration is None) == (table is None):
+        raise ValueError("expected either --calibration FILE... or --table FOLDER")
+    shaped = (group, bins, factors, sinks) != (None,) * 4 or tables_per is not Tables.channel
+    if table is not None and (shaped or max_samples is not None):
+        raise ValueError("expected no codec parameters with --table: the table has its own")
+    documents, samples = options.read_texts(text), options.read_texts(calibration or [])
+    options.check_apart(samples, documents)
+    from hf_cachegen.bench.codec import RoundTripError, bench_codec, report
+    from hf_cachegen.cli.models import load_model
+    from hf_cachegen.hf.codecs import load_table
+    from hf_cachegen.hf.profiling import profile_model
+
+    config = options.delta_config(group, bins, factors, sinks, tables_per)
+    known = None if table is None else load_table(table)[0]
+    loaded, tokenizer = load_model(model, dtype)
+    used = known or profile_model(
+        loaded, tokenizer, samples, config=config, max_samples=max_samples
+    )
+    try:
+        rows = bench_codec(
+            loaded,
+            tokenizer,
+            used,
+            documents,
+            context=context,
+            continuation=continuation,
+            codec=codec,
+        )
+    except RoundTripError as error:
+        print(f"hf-cachegen: round trip failed: {error}", file=sys.stderr)
+        raise typer.Exit(ROUND_TRIP_FAILED) from error
+    print_rows(rows, stderr=json)
+    if json:
+        print_json(report(rows, used, used.record.model_id))
+
+
+def entropy(
+    threads: Annotated[int, typer.Option(help="Threads that share the work.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="Runs of which the median counts.", min=1)] = 9,
+    json: options.Json = False,
+) -> None:
+    """Measure the entropy coder's speed, in millions of symbols a second."""
+    from hf_cachegen.bench.entropy import run_entropy_bench
+
+    speeds = run_entropy_bench(threads=threads, repeats=repeats)
+    print_table(
+        ("backend", "encode", "decode", "encode integers", "decode integers", "bits/symbol"),
+        [
+            (
+                speed.backend,
+                f"{speed.encode_symbols:.1f}",
+                f"{speed.decode_symbols:.1f}",
+                f"{speed.encode_integers:.1f}",
+                f"{speed.decode_integers:.1f}",
+                f"{speed.bits_per_symbol:.3f}",
+            )
+            for speed in speeds
+        ],
+        title="millions of symbols a second",
+        stderr=json,
+    )
+    if json:
+        rows = [asdict(speed) for speed in speeds]
+        print_json({"schema": 1, "machine": platform.machine(), "rows": rows})
+
+
+for _command in (codec, entropy):
+    app.command(cls=options.ManyValuesCommand)(_command)
+
+
+def print_rows(rows: Sequence[Row], *, stderr: bool = False) -> None:
+    """The rows of a codec benchmark as a table."""
+    print_table(COLUMNS, map(_cells, rows), stderr=stderr)
+
+
+def markdown_report(rows: Sequence[Row], documents: Sequence[str], dtype: str) -> str:
+    """The rows of a codec benchmark for a model card."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    return "\n".join(
+        [
+            f"On {', '.join(documents)} (not part of the data above; dtype: {dtype}). Bits per "
+            "value count every byte of an artefact that a reader fetches, but this table. KL is "
+            "in nats per token, against the exact cache; perplexity is relative to it. Times are "
+            "per document.",
+            "",
+            *lines,
+        ]
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.codec,
+        row.level,
+        f"{row.bits_per_value:.2f}",
+        f"{row.ratio_bf16:.2f}x",
+        f"{row.kl_mean:.2g}",
+        f"{row.kl_p99:.2g}",
+        f"{100 * row.top1:.1f}%",
+        f"{row.perplexity_ratio:.4f}",
+        "-" if row.encode_s is None else f"{row.encode_s:.2f} s",
+        "-" if row.decode_s is None else f"{row.decode_s:.2f} s",
+        "-" if row.decode_gb_per_s is None else f"{row.decode_gb_per_s:.2f}",
+    ]

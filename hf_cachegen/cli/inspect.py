@@ -1,0 +1,227 @@
+"""``info`` and ``verify``: what a cache or a table holds, and whether it is intact."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_cachegen.artifact import EMBEDDED, Artifact, Manifest
+from hf_cachegen.artifact.summary import stored_values, summarise_levels
+from hf_cachegen.cli import options
+from hf_cachegen.cli.output import bytes_bar, megabytes, print_facts, print_json, print_table
+from hf_cachegen.config import DTYPE_BYTES, MANIFEST_NAME
+from hf_cachegen.errors import StoreNotFound, TableMismatch
+
+if TYPE_CHECKING:
+    from hf_cachegen.stores import Store
+    from hf_cachegen.tables import ModelTable
+
+VERSIONS_OF = ("hf-cachegen", "torch", "transformers", "huggingface-hub", "numpy", "numba")
+TABLE_NAME = "table.json"
+
+
+def info(
+    location: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder, URL or Hub repository of a cache or a model table; without it, versions "
+            "and usable backends are shown.",
+            metavar="[LOCATION]",
+            show_default=False,
+        ),
+    ] = None,
+    json: options.Json = False,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    endpoint: options.Endpoint = None,
+) -> None:
+    """Show what a cache or a table holds, or what can run here."""
+    if location is None:
+        _show(_installation(), json, _print_installation)
+        return
+    from hf_cachegen.stores import open_store
+
+    with open_store(location, revision=revision, token=token, endpoint=endpoint) as store:
+        if is_table(store):
+            _show(_describe_table(store), json, print_facts)
+            return
+        manifest = Artifact.open(store).manifest
+        if json:
+            print_json({"location": store.location, **_describe(manifest)})
+        else:
+            _print_manifest(store.location, manifest)
+
+
+def verify(
+    location: options.Location,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    endpoint: options.Endpoint = None,
+) -> None:
+    """Check every byte of a cache or a table."""
+    from hf_cachegen.stores import HubStore, LocalStore, open_store
+
+    with open_store(location, revision=revision, token=token, endpoint=endpoint) as store:
+        if is_table(store):
+            table = _load_table(store)
+            print(f"intact: model table, {megabytes(table.size_bytes)}")
+        elif isinstance(store, HubStore):  # all of it is read, so it may as well be kept
+            verify_artifact(LocalStore(store.download()))
+        else:
+            verify_artifact(store)
+
+
+def verify_artifact(store: Store) -> None:
+    """Check all of an artefact, an embedded table included, and say what was found intact."""
+    artifact = Artifact.open(store)
+    with bytes_bar("verify", sum(c.size_bytes for c in artifact.manifest.chunks)) as bar:
+        report = artifact.verify(bar.update)
+    table = embedded_table(artifact)
+    extra = "" if table is None else f", and the embedded table, {megabytes(table.size_bytes)}"
+    print(
+        f"intact: {report.n_chunks} chunks with {report.n_segments} segments, "
+        f"{megabytes(report.size_bytes)}{extra}"
+    )
+
+
+def embedded_table(artifact: Artifact) -> ModelTable | None:
+    """The table inside an artefact, checked; None if it has none or names one elsewhere.
+
+    Raises
+    ------
+    FormatError, StoreError, TableMismatch
+        The table is damaged, missing, or another than the manifest names.
+    """
+    reference = artifact.manifest.identity.table
+    if reference is None or reference.location != EMBEDDED:
+        return None
+    table = _load_table(artifact.store, reference.folder)
+    if table.digest != reference.digest:
+        raise TableMismatch(
+            f"expected an embedded table of digest {reference.digest} in "
+            f"{artifact.store.location}, found {table.digest}; fetch it again"
+        )
+    return table
+
+
+def is_table(store: Store) -> bool:
+    """Whether a store holds a model table and not a cache.
+
+    Raises
+    ------
+    StoreNotFound
+        It holds neither.
+    """
+    if store.exists(MANIFEST_NAME):
+        return False
+    if store.exists(TABLE_NAME):
+        return True
+    raise StoreNotFound(
+        f"expected {MANIFEST_NAME} (a cache) or {TABLE_NAME} (a model table) in "
+        f"{store.location}, found neither"
+    )
+
+
+def print_levels(manifest: Manifest) -> None:
+    """The levels of an artefact with their sizes."""
+    print_table(
+        ("level", "values", "size", "bits/value", "smaller by"),
+        [
+            (
+                level.name,
+                "bit-exact" if level.exact else "lossy",
+                megabytes(level.size_bytes),
+                f"{level.bits_per_value:.2f}",
+                f"{level.ratio:.1f}x",
+            )
+            for level in summarise_levels(manifest)
+        ],
+    )
+
+
+def _load_table(store: Store, folder: str = "") -> ModelTable:
+    from hf_cachegen.tables import ModelTable  # imports torch
+
+    return ModelTable.load(store, folder)
+
+
+def _show(facts: dict[str, Any], as_json: bool, show: Any) -> None:
+    (print_json if as_json else show)(facts)
+
+
+def _describe(manifest: Manifest) -> dict[str, Any]:
+    identity = manifest.identity
+    table = identity.table
+    return {
+        "kind": "cache",
+        "model": identity.model_id,
+        "revision": identity.revision,
+        "architecture": identity.architecture,
+        "dtype": identity.layout.dtype,
+        "layers": manifest.n_layers,
+        "tokens": manifest.tokens.n,
+        "chunks": len(manifest.chunks),
+        "chunk_tokens": manifest.chunk_tokens,
+        "raw_bytes": stored_values(manifest) * DTYPE_BYTES[identity.layout.dtype],
+        "size_bytes": sum(chunk.size_bytes for chunk in manifest.chunks),
+        "levels": [asdict(level) for level in summarise_levels(manifest)],
+        "table": None if table is None else table.model_dump(),
+        "library_version": manifest.library_version,
+    }
+
+
+def _print_manifest(location: str, manifest: Manifest) -> None:
+    facts = _describe(manifest)
+    table = facts["table"]
+    print_facts(
+        {
+            "cache": location,
+            "model": f"{facts['model']} ({facts['architecture']}, {facts['dtype']})",
+            "tokens": f"{facts['tokens']} in {facts['chunks']} chunks",
+            "uncompressed": megabytes(facts["raw_bytes"]),
+            "all levels": megabytes(facts["size_bytes"]),
+            "table": "none" if table is None else f"{table['location']} (for {table['name']})",
+        }
+    )
+    print_levels(manifest)
+
+
+def _describe_table(store: Store) -> dict[str, Any]:
+    table = _load_table(store)
+    record = table.record
+    return {
+        "kind": "table",
+        "location": store.location,
+        "model": record.model_id,
+        "codec": record.codec,
+        "params": record.params.model_dump(mode="json"),
+        "tokens": sum(tokens for _, tokens in record.data),
+        "size_bytes": table.size_bytes,
+        "digest": table.digest,
+        "library_version": record.library_version,
+    }
+
+
+def _installation() -> dict[str, Any]:
+    from hf_cachegen.codec.entropy import available_backends
+
+    versions = {"python": platform.python_version()}
+    return {
+        "versions": versions | {name: importlib.metadata.version(name) for name in VERSIONS_OF},
+        "entropy_backends": available_backends(),
+    }
+
+
+def _print_installation(facts: dict[str, Any]) -> None:
+    print_facts(facts["versions"])
+    print("\nentropy coders")
+    print_facts(
+        {
+            f"  {name}": "usable" if reason is None else f"not usable: {reason}"
+            for name, reason in facts["entropy_backends"].items()
+        }
+    )

@@ -1,0 +1,56 @@
+"""What commands print: tables for people, JSON for programs, bars for those who wait."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+PIPED_WIDTH = 120
+"""Columns of a table that goes to a file or a program, which has no width of its own."""
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One line, so that a program finds it as the last one of stdout."""
+    print(json.dumps(value))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    stderr: bool = False,
+) -> None:
+    """A table whose first column is left-aligned and whose others are figures."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    console = Console(stderr=stderr, width=None if terminal else PIPED_WIDTH, markup=False)
+    console.print(table)
+
+
+def print_facts(facts: dict[str, object]) -> None:
+    """Lines of ``name  value``, aligned."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:{width}}  {value}")
+
+
+def bytes_bar(description: str, total: int) -> Any:
+    """A progress bar that counts bytes."""
+    return tqdm(total=total, desc=description, unit="B", unit_scale=True)
+
+
+def megabytes(size_bytes: float) -> str:
+    """A size for people: ``12.34 MB``."""
+    return f"{size_bytes / 1e6:.2f} MB"

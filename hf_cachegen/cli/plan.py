@@ -1,0 +1,129 @@
+"""``plan``: does a cache pay for this model, this context and this link?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from hf_cachegen.cli import options
+from hf_cachegen.cli.arithmetic import Link, Plan, plan_transfer
+from hf_cachegen.cli.output import megabytes, print_facts, print_json, print_table
+
+if TYPE_CHECKING:
+    from hf_cachegen.layout import DtypeName
+
+WARM_UP_TOKENS = 64
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model folder, config.json, or id on the Hub.",
+            metavar="MODEL",
+            show_default=False,
+        ),
+    ],
+    context: Annotated[int, typer.Option(help="Tokens of the context.", show_default=False)],
+    link_gbps: Annotated[
+        float, typer.Option(help="Speed of the link in Gbit/s.", show_default=False)
+    ],
+    prefill_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds that the model takes for the context.", show_default=False),
+    ] = None,
+    prefill_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(help="The same, as tokens per second.", show_default=False),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the prefill with the model, here and now.")
+    ] = False,
+    decode_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Decoding speed, GB of uncompressed cache per second (`bench codec` measures it); "
+            "without it decoding is not counted.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    json: options.Json = False,
+) -> None:
+    """Work out whether a cache pays on a given link.
+
+    It does if it arrives sooner than the model can compute the context again.
+
+    Sizes come from the model's config and from typical bits per value; no weights are needed.
+    """
+    given = [prefill_s is not None, prefill_tokens_per_s is not None, measure]
+    if sum(given) > 1:
+        raise ValueError("expected one of --prefill-s, --prefill-tokens-per-s and --measure")
+    if prefill_tokens_per_s is not None:
+        if prefill_tokens_per_s <= 0:
+            raise ValueError(
+                f"expected positive --prefill-tokens-per-s, got {prefill_tokens_per_s}"
+            )
+        prefill_s = context / prefill_tokens_per_s
+    from hf_cachegen.hf.estimate import estimate_layout, load_config
+
+    named = None if dtype is options.Dtype.auto else cast("DtypeName", dtype.value)
+    layout = estimate_layout(load_config(model), named)
+    link = Link(link_gbps, decode_gb_per_s)
+    found = plan_transfer(layout, context, link, prefill_s)
+    if measure:
+        found = plan_transfer(layout, context, link, _measure_prefill(model, dtype, context))
+    if json:
+        print_json(
+            {"model": model, "dtype": layout.dtype, **asdict(found), "verdict": found.verdict}
+        )
+    else:
+        _print_plan(model, layout.dtype, found)
+
+
+def _measure_prefill(model: str, dtype: str, context: int) -> float:
+    """Seconds of a prefill with made-up tokens: the work does not depend on what they say."""
+    import torch
+
+    from hf_cachegen.cli.models import load_model
+    from hf_cachegen.hf.prefill import prefill
+
+    loaded, tokenizer = load_model(model, dtype)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(tokenizer), (context,), generator=generator)
+    prefill(loaded, ids[:WARM_UP_TOKENS], progress=False)
+    started = time.perf_counter()
+    prefill(loaded, ids)
+    if loaded.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _print_plan(model: str, dtype: str, found: Plan) -> None:
+    facts: dict[str, object] = {
+        "model": f"{model} ({dtype})",
+        "cache": f"{found.bytes_per_token} bytes a token; {megabytes(found.raw_bytes)} for "
+        f"{found.context_tokens} tokens",
+        "link": f"{found.link.gbps:g} Gbit/s",
+    }
+    if found.prefill_s is not None:
+        facts["prefill"] = f"{found.prefill_s:.3g} s"
+    print_facts(facts)
+    print_table(
+        ("level", "bits/value", "size", "load", "break-even link", "sooner than prefill"),
+        [
+            (
+                level.level,
+                f"{level.bits_per_value:.2f}",
+                megabytes(level.size_bytes),
+                f"{level.load_s:.3g} s",
+                "-" if level.break_even_gbps is None else f"{level.break_even_gbps:.3g} Gbit/s",
+                {True: "yes", False: "no", None: "-"}[level.helps],
+            )
+            for level in found.levels
+        ],
+    )
+    print(found.verdict)

@@ -1,0 +1,132 @@
+"""``push`` and ``fetch``: to the Hub, and back from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_cachegen.artifact import EMBEDDED, Artifact
+from hf_cachegen.cli import options
+from hf_cachegen.cli.inspect import is_table, verify_artifact
+from hf_cachegen.cli.output import bytes_bar
+from hf_cachegen.errors import StoreError
+
+if TYPE_CHECKING:
+    from hf_cachegen.stores import Store
+
+
+def push(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of a cache or a model table.",
+            metavar="FOLDER",
+            exists=True,
+            file_okay=False,
+            show_default=False,
+        ),
+    ],
+    repo: Annotated[
+        str, typer.Argument(help="Hub repository, org/name.", metavar="REPO", show_default=False)
+    ],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private.")
+    ] = False,
+    revision: options.Revision = None,
+    message: Annotated[
+        str | None, typer.Option(help="Message of the commit.", show_default=False)
+    ] = None,
+    token: options.Token = None,
+    endpoint: options.Endpoint = None,
+) -> None:
+    """Upload a cache or a table to the Hub, with a card.
+
+    A cache holds the token ids of its document: push only what you may publish.
+    """
+    from hf_cachegen.stores import LocalStore
+
+    given: dict[str, Any] = {"revision": revision, "token": token, "endpoint": endpoint}
+    given |= {"commit_message": message, "private": private or None}
+    push_options = {name: value for name, value in given.items() if value is not None}
+    with LocalStore(folder) as store:
+        table = is_table(store)
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    from hf_cachegen.hf.hub import push_artifact
+    from hf_cachegen.hf.table_hub import push_table
+
+    try:
+        url = (push_table if table else push_artifact)(folder, repo, **push_options)
+    except HTTPError as error:
+        raise StoreError(f"cannot push to {repo}: {error}") from error
+    print(url)
+
+
+def fetch(
+    location: options.Location,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FOLDER",
+            help="Folder to write to.  [default, for a Hub repository: the Hugging Face cache]",
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a cache of something else.")
+    ] = False,
+    revision: options.Revision = None,
+    token: options.Token = None,
+    endpoint: options.Endpoint = None,
+) -> None:
+    """Copy a cache or a table to this machine.
+
+    It can then be used without a network. Interrupted, it goes on from where it was when it is run
+    again.
+    """
+    from hf_cachegen.stores import open_store
+
+    hub_options: dict[str, Any] = {"token": token, "endpoint": endpoint}
+    with open_store(location, revision=revision, **hub_options) as store:
+        folder = _download(store) if out is None else _copy(store, out, overwrite)
+    from hf_cachegen.stores import LocalStore
+
+    with LocalStore(folder) as copied:
+        if not is_table(copied):
+            verify_artifact(copied)
+            _download_table(copied, hub_options)
+    print(folder)
+
+
+def _download(store: Store) -> Path:
+    from hf_cachegen.stores import HubStore
+
+    if not isinstance(store, HubStore):
+        raise ValueError(f"expected -o FOLDER, where {store.location} is to be copied to")
+    return store.download()
+
+
+def _copy(store: Store, out: Path, overwrite: bool) -> Path:
+    if is_table(store):
+        from hf_cachegen.tables import ModelTable
+
+        return ModelTable.load(store).save(out)
+    from hf_cachegen.cli.copying import copy_artifact
+
+    artifact = Artifact.open(store)
+    with bytes_bar("fetch", sum(c.size_bytes for c in artifact.manifest.chunks)) as bar:
+        copy_artifact(artifact, out, overwrite=overwrite, progress=bar.update)
+    return out
+
+
+def _download_table(store: Store, hub_options: dict[str, Any]) -> None:
+    """Also fetch the model table that an artefact names, if it is a Hub repository."""
+    from hf_cachegen.stores import HubStore
+
+    reference = Artifact.open(store).manifest.identity.table
+    if reference is not None and reference.location != EMBEDDED:
+        HubStore(reference.location, **hub_options).download()
