@@ -160,7 +160,7 @@ class HubStore(Store):
             yield from self._client.pieces(httpx.URL(self._url(path)), offset, size, max_bytes)
             return
         if file is None:
-            file = self._download_file(path, max_bytes)
+            file = self._download_file(path, offset + max_bytes)
         yield from LocalStore(file.parent)._pieces(file.name, offset, size, max_bytes)
 
     def _download_file(self, path: str, max_bytes: int) -> Path:

@@ -59,6 +59,14 @@ def test_a_large_file_is_refused_before_it_is_fetched(hub: LocalHub) -> None:
         assert hub.storage.requests == []
 
 
+def test_the_rest_of_a_file_is_bounded_by_its_own_size(hub: LocalHub, chunk: bytes) -> None:
+    with HubStore("me/context", endpoint=hub.endpoint) as store:
+        offset = len(chunk) - 1000
+        with pytest.raises(StoreError, match="where at most"):
+            store.read(CHUNK, offset, max_bytes=999)
+        assert store.read(CHUNK, offset, max_bytes=1000) == chunk[offset:]
+
+
 def test_a_store_stays_at_its_commit(hub: LocalHub, chunk: bytes) -> None:
     api = api_of(hub)
     store = HubStore("me/context", endpoint=hub.endpoint)
