@@ -9,6 +9,7 @@ A table is a folder::
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -173,33 +174,66 @@ class ModelTable:
         """Write the table's files and, if given, its card. The folder appears whole or not at all.
 
         A folder that holds this very table keeps its files; a card is replaced.
+
+        Raises
+        ------
+        ValueError
+            The folder holds something other than a table, which would be lost.
         """
         target = Path(folder)
-        if not _holds(target, self.record):
+        if not self._is_in(target):
+            if target.exists() and not _may_be_replaced(target):
+                raise ValueError(
+                    f"expected a new folder or that of a table, {target} holds other files"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=".table-", dir=target.parent))
-            try:
-                scratch.chmod(0o755)
-                _write(scratch / ARRAYS_NAME, self.payload)
-                _write(scratch / RECORD_NAME, self._record_bytes())
-                if target.exists():
-                    shutil.rmtree(target)
-                scratch.replace(target)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+            self._replace(target)
         if card is not None:
             (target / CARD_NAME).write_text(card, encoding="utf-8")
         return target
+
+    def _replace(self, target: Path) -> None:
+        scratch = Path(tempfile.mkdtemp(prefix=".table-", dir=target.parent))
+        new, old = scratch / "new", scratch / "old"
+        try:
+            new.mkdir()
+            _write(new / ARRAYS_NAME, self.payload)
+            _write(new / RECORD_NAME, self._record_bytes())
+            self._put_in_place(new, target, old)
+        finally:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _put_in_place(self, new: Path, target: Path, old: Path) -> None:
+        """Rename ``new`` to ``target``; others may be doing the same."""
+        with contextlib.suppress(OSError):
+            new.rename(target)  # fails unless there is nothing, or an empty folder
+        if self._is_in(target):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            if not self._is_in(target):
+                raise
+
+    def _is_in(self, folder: Path) -> bool:
+        try:
+            record = TableRecord.model_validate_json((folder / RECORD_NAME).read_bytes())
+            return record == self.record and (folder / ARRAYS_NAME).read_bytes() == self.payload
+        except (OSError, ValidationError):
+            return False
 
     def _record_bytes(self) -> bytes:
         return self.record.model_dump_json(indent=1).encode()
 
 
-def _holds(folder: Path, record: TableRecord) -> bool:
-    try:
-        return TableRecord.model_validate_json((folder / RECORD_NAME).read_bytes()) == record
-    except (OSError, ValidationError):
-        return False
+def _may_be_replaced(folder: Path) -> bool:
+    """Whether a folder holds a table, intact or not, or nothing."""
+    ours = {RECORD_NAME, ARRAYS_NAME, CARD_NAME}
+    return folder.is_dir() and all(path.name in ours for path in folder.iterdir())
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -6,7 +6,8 @@ import copy
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_cachegen.artifact import Artifact, check_identity
-from hf_cachegen.errors import PromptMismatch
+from hf_cachegen.errors import PromptMismatch, UnsupportedError
 from hf_cachegen.hf.buffers import LayerBuffers
 from hf_cachegen.hf.codecs import LevelCodecs, TableSource, load_table
 from hf_cachegen.hf.compat import cache_argument, layer_devices, native_layers
 from hf_cachegen.hf.describe import expected_identity
 from hf_cachegen.hf.hub import push_artifact
 from hf_cachegen.hf.layers import StreamedLayer, StreamedSlidingLayer
-from hf_cachegen.hf.saving import save_extended
+from hf_cachegen.hf.saving import one_sequence, save_extended
 from hf_cachegen.stores import open_store
 from hf_cachegen.streaming.controller import FixedLevel, PaperPolicy, Policy
 from hf_cachegen.streaming.pipeline import ChunkStream, ChunkTransfer
@@ -48,6 +49,8 @@ class CompressedStreamingCache(Cache):
         Chooses the level of each chunk.
     table
         The model table, if at hand.
+    hub_options
+        Options of huggingface_hub for a table that has to be fetched from its own repository.
 
     Raises
     ------
@@ -65,6 +68,7 @@ class CompressedStreamingCache(Cache):
         model: PreTrainedModel,
         policy: Policy,
         table: ModelTable | None = None,
+        hub_options: Mapping[str, Any] | None = None,
     ) -> None:
         manifest = artifact.manifest
         check_identity(expected_identity(model, manifest.identity), manifest.identity)
@@ -74,7 +78,7 @@ class CompressedStreamingCache(Cache):
         self._device = model.device
         identity = manifest.identity
         self._codecs = LevelCodecs(
-            manifest.levels, identity.layout, identity.table, artifact.store, table
+            manifest.levels, identity.layout, identity.table, artifact.store, table, hub_options
         )
         layers = [
             StreamedSlidingLayer(sliding_window=native.sliding_window)
@@ -84,17 +88,18 @@ class CompressedStreamingCache(Cache):
         ]
         super().__init__(layers=layers)
         buffers = LayerBuffers(manifest, layer_devices(model, len(layers)), self._codecs)
-        self._stream: ChunkStream | None = ChunkStream(
+        self._stream = ChunkStream(
             artifact,
             policy,
             [buffers.layers_of(chunk) for chunk in range(len(manifest.chunks))],
             buffers.decode,
         )
+        self._lease = _StreamLease(self._stream)
         for index, layer in enumerate(layers):
-            load = _LayerLoad(self._stream, buffers, index)
+            load = _LayerLoad(self._lease, buffers, index)
             layer.attach(load, manifest.tokens.n, buffers.first_token(index))
-        self._transfers = self._stream.transfers
-        self._close = weakref.finalize(self, self._stream.close)
+        self._known_length = manifest.tokens.n
+        self._prompt_length: int | None = None
 
     @classmethod
     def from_pretrained(
@@ -142,17 +147,17 @@ class CompressedStreamingCache(Cache):
         if level is not None and ttft_target is not None:
             raise ValueError("expected level or ttft_target, got both")
         hub_options = {
-            "revision": revision,
             "token": token,
             "cache_dir": cache_dir,
             "local_files_only": local_files_only,
             "endpoint": endpoint,
         }
-        table = None if tables is None else load_table(tables)[0]
-        store = open_store(location, **hub_options)
+        table = None if tables is None else load_table(tables, **hub_options)[0]
+        store = open_store(location, revision=revision, **hub_options)
         try:
             artifact = Artifact.open(store)
-            return cls(artifact, model, _policy(artifact, level, ttft_target), table)
+            policy = _policy(artifact, level, ttft_target)
+            return cls(artifact, model, policy, table, hub_options)
         except BaseException:
             store.close()
             raise
@@ -161,6 +166,14 @@ class CompressedStreamingCache(Cache):
     def context_length(self) -> int:
         """Tokens of the published context."""
         return len(self.token_ids)
+
+    @property
+    def known_length(self) -> int:
+        """First tokens of this cache that are certainly the context's: all, unless it was cropped.
+
+        Of what has been appended after them the cache holds no ids.
+        """
+        return self._known_length
 
     def inputs(
         self,
@@ -173,7 +186,9 @@ class CompressedStreamingCache(Cache):
         """Everything ``generate()`` needs to continue this cache, the cache included.
 
         ``model.generate(**cache.inputs(tokenizer, "Who signed it?"))`` passes the whole prompt and
-        its full attention mask, which is the form that ``generate()`` handles right.
+        its full attention mask, which is the form that ``generate()`` handles right. Without
+        ``previous`` the prompt follows the context itself: what the cache has grown by since, such
+        as an earlier question and its answer, is removed from it.
 
         Parameters
         ----------
@@ -188,7 +203,8 @@ class CompressedStreamingCache(Cache):
         Raises
         ------
         PromptMismatch
-            ``previous`` does not start with the cached context, or is shorter than the cache.
+            ``previous`` does not start with the cached context, or is shorter than the cache; or
+            the cache would have to give up tokens that a sliding window has replaced already.
         """
         if (question is not None) + (input_ids is not None) > 1:
             raise ValueError("expected question or input_ids, got both")
@@ -197,17 +213,31 @@ class CompressedStreamingCache(Cache):
                 raise ValueError("expected a tokenizer for the question")
             encoded = tokenizer(question, add_special_tokens=False, return_tensors="pt")
             input_ids = encoded["input_ids"]
-        new = torch.empty(0, dtype=torch.long) if input_ids is None else input_ids.reshape(-1).cpu()
+        new = torch.empty(0, dtype=torch.long) if input_ids is None else one_sequence(input_ids)
         past = self.token_ids if previous is None else self._check_previous(previous)
         prompt = torch.cat((past, new))[None].to(self._device)
-        if prompt.shape[1] <= self.get_seq_length():
-            # generate() needs a token to run on; the last cached one is computed again.
-            self.crop(prompt.shape[1] - 1 - self.get_seq_length())
+        # generate() needs a token to run on: of a cached prompt, the last is computed again.
+        reused = min(self.get_seq_length(), prompt.shape[1] - 1)
+        self._shorten(reused if previous is not None else min(reused, self._known_length))
+        self._prompt_length = prompt.shape[1]
         return {
             "input_ids": prompt,
             "attention_mask": torch.ones_like(prompt),
             self._cache_argument: self,
         }
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        prompt_length, self._prompt_length = self._prompt_length, None
+        cached = self.get_seq_length()
+        if prompt_length is not None and cached > 0 and prompt_length <= key_states.shape[-2]:
+            raise UnsupportedError(
+                f"generate() passed the whole prompt of {prompt_length} tokens on top of the "
+                f"{cached} that are cached, as assisted decoding does; give it the new tokens, "
+                f"input_ids[:, {cached}:], with the attention mask of all"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def save_pretrained(
         self,
@@ -234,7 +264,7 @@ class CompressedStreamingCache(Cache):
         """
         save_extended(self, save_directory, token_ids=token_ids)
         if push_to_hub:
-            repo_id = push_options.pop("repo_id", os.path.basename(os.fspath(save_directory)))
+            repo_id = push_options.pop("repo_id", Path(save_directory).name)
             push_artifact(save_directory, repo_id, **push_options)
 
     def push_to_hub(
@@ -262,20 +292,38 @@ class CompressedStreamingCache(Cache):
 
     def stream_report(self) -> list[ChunkTransfer]:
         """The chunks fetched so far, with level, bytes and seconds."""
-        return list(self._transfers)
+        return list(self._stream.transfers)
 
     def wait(self) -> None:
         """Block until every layer is decoded."""
         for layer in self.layers:
             layer.materialize()
+        self._stream.wait_transfers()
 
     def close(self) -> None:
-        """Stop streaming. Layers that have not arrived raise when they are used."""
-        self._close()
+        """Stop streaming and release the store, which copies of this cache share.
+
+        Layers that have not arrived raise when they are used.
+        """
+        self._stream.close()
 
     def reset(self) -> None:
-        self.close()
+        if any(layer.is_pending for layer in self.layers):
+            self.close()
+        self._known_length = 0
         super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens, from all layers or, with an error, none."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"expected at most 0, got {tokens_to_remove}: -n removes n tokens")
+        if not all(layer.can_crop(tokens_to_remove) for layer in self.layers):
+            raise RuntimeError(
+                f"cannot remove {-tokens_to_remove} tokens: a sliding window no longer holds what "
+                "came before them; call activate_past_recording() before the cache is used"
+            )
+        super().crop(tokens_to_remove)
+        self._known_length = min(self._known_length, self.get_seq_length())
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         for layer in self.layers:
@@ -285,14 +333,26 @@ class CompressedStreamingCache(Cache):
         self.wait()
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
-        shared = {"artifact", "_codecs", "_stream", "_close"}
+        shared = {"artifact", "_codecs", "_stream", "_lease"}
         for name, value in self.__dict__.items():
             setattr(clone, name, value if name in shared else copy.deepcopy(value, memo))
         return clone
 
+    def _shorten(self, length: int) -> None:
+        """Crop to at most ``length`` tokens."""
+        excess = self.get_seq_length() - length
+        if excess > 0 and not all(layer.can_crop(-excess) for layer in self.layers):
+            raise PromptMismatch(
+                f"the cache holds {excess} tokens more than this prompt can reuse, and its sliding "
+                "windows cannot give them up; pass previous= to continue the conversation, or use "
+                "a fresh cache (or copy.deepcopy of one) for each question"
+            )
+        if excess > 0:
+            self.crop(-excess)
+
     def _check_previous(self, previous: Tensor) -> Tensor:
-        ids = previous.reshape(-1).cpu()
-        common = min(len(ids), self.context_length)
+        ids = one_sequence(previous)
+        common = min(len(ids), self._known_length)
         differing = torch.nonzero(ids[:common] != self.token_ids[:common])
         if len(differing) or len(ids) < self.get_seq_length():
             raise PromptMismatch(
@@ -303,16 +363,25 @@ class CompressedStreamingCache(Cache):
         return ids
 
 
+class _StreamLease:
+    """Ends a stream when the last cache or layer that needs it is gone."""
+
+    def __init__(self, stream: ChunkStream) -> None:
+        self.stream = stream
+        # Garbage may be collected in any thread, the stream's own among them: no waiting.
+        weakref.finalize(self, stream.close, wait=False)
+
+
 class _LayerLoad:
     """Waits for one layer of a stream; a callable that can be dropped with its layer."""
 
-    def __init__(self, stream: ChunkStream, buffers: LayerBuffers, layer: int) -> None:
-        self._stream = stream
+    def __init__(self, lease: _StreamLease, buffers: LayerBuffers, layer: int) -> None:
+        self._lease = lease
         self._buffers = buffers
         self._layer = layer
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        self._stream.wait_layer(self._layer)
+        self._lease.stream.wait_layer(self._layer)
         keys, values = self._buffers.tensors(self._layer)
         self._buffers.release(self._layer)
         return keys, values
@@ -323,6 +392,8 @@ def _policy(artifact: Artifact, level: str | None, ttft_target: float | None) ->
     names = [record.name for record in levels]
     lossy = [index for index, record in enumerate(levels) if not record.exact]
     if ttft_target is not None:
+        if ttft_target <= 0:
+            raise ValueError(f"expected a ttft_target above 0 seconds, got {ttft_target}")
         return PaperPolicy(ttft_target, first_level=lossy[len(lossy) // 2] if lossy else 0)
     if level is None:
         return FixedLevel(lossy[-1] if lossy else len(levels) - 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
@@ -21,14 +23,15 @@ TableSource = ModelTable | str | os.PathLike[str]
 """A loaded table, or the folder, URL or Hub repository of one."""
 
 
-def load_table(source: TableSource) -> tuple[ModelTable, str]:
+def load_table(source: TableSource, **hub_options: Any) -> tuple[ModelTable, str]:
     """The table that ``source`` names, and the location by which an artefact may refer to it.
 
-    That is the Hub repository it came from, else ``"embedded"``.
+    That is the Hub repository it came from, else ``"embedded"``. ``hub_options`` are those of
+    :func:`~hf_cachegen.stores.open_store`.
     """
     if isinstance(source, ModelTable):
         return source, EMBEDDED
-    with open_store(source) as store:
+    with open_store(source, **hub_options) as store:
         table = ModelTable.load(store)
         return table, store.repo_id if isinstance(store, HubStore) else EMBEDDED
 
@@ -50,6 +53,8 @@ class LevelCodecs:
         The artefact's store.
     table
         A table the caller has.
+    hub_options
+        Options of huggingface_hub for a table in a repository of its own.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class LevelCodecs:
         reference: TableRef | None,
         store: Store,
         table: ModelTable | None = None,
+        hub_options: Mapping[str, Any] | None = None,
     ) -> None:
         if table is not None and reference is not None and table.digest != reference.digest:
             raise TableMismatch(
@@ -71,6 +77,7 @@ class LevelCodecs:
         self._reference = reference
         self._store = store
         self._table = table
+        self._hub_options = hub_options or {}
         self._codecs: dict[int, SegmentCodec] = {}
         self._lock = threading.Lock()
 
@@ -85,11 +92,11 @@ class LevelCodecs:
     def table(self) -> ModelTable | None:
         """The artefact's table, None if it has none."""
         if self._table is None and self._reference is not None:
-            self._table = _find_table(self._reference, self._store)
+            self._table = _find_table(self._reference, self._store, self._hub_options)
         return self._table
 
 
-def _find_table(reference: TableRef, store: Store) -> ModelTable:
+def _find_table(reference: TableRef, store: Store, hub_options: Mapping[str, Any]) -> ModelTable:
     cached = Path(HF_HOME) / "hf-cachegen" / "tables" / reference.digest
     if cached.is_dir():
         try:
@@ -101,11 +108,13 @@ def _find_table(reference: TableRef, store: Store) -> ModelTable:
     if reference.location == EMBEDDED:
         table = ModelTable.load(store, reference.folder)
     else:
-        table, _ = load_table(reference.location)
+        table, _ = load_table(reference.location, **hub_options)
     if table.digest != reference.digest:
         raise TableMismatch(
             f"the cache was encoded with a table of digest {reference.digest}, but "
             f"{reference.location} now holds {table.digest}; pass the original table"
         )
-    table.save(cached)
+    # A table cache that cannot be written to costs time only.
+    with contextlib.suppress(OSError, ValueError):
+        table.save(cached)
     return table

@@ -59,8 +59,14 @@ def native_layers(model: PreTrainedModel) -> list[DynamicLayer]:
     Raises
     ------
     UnsupportedError
-        A layer caches something other than keys and values of full or sliding attention.
+        A layer caches something other than keys and values of full or sliding attention, or the
+        model has an encoder.
     """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{type(model).__name__} caches cross-attention to an encoder; only decoders are "
+            "supported"
+        )
     layers = DynamicCache(config=model.config).layers
     for index, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):

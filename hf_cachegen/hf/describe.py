@@ -141,20 +141,16 @@ def expected_identity(model: PreTrainedModel, found: Identity) -> Identity:
     """What ``found`` would be if ``model`` had made it; to be compared before decoding.
 
     Layers follow from the config, which is compared by digest. RoPE frequencies are taken from
-    the model and count as equal within float32 rounding, since devices compute them differently.
+    the model and count as equal within float32 rounding, since devices compute them differently;
+    those that the artefact does not use do not matter.
     """
-    ropes = {_rope_name(key): spec for key, spec in rope_specs(model).items()}
-    layout = found.layout.model_copy(
-        update={
-            "dtype": dtype_name(model.dtype),
-            "ropes": {
-                name: found.layout.ropes[name]
-                if name in found.layout.ropes and _same_rope(spec, found.layout.ropes[name])
-                else spec
-                for name, spec in ropes.items()
-            },
-        }
-    )
+    ours = {_rope_name(key): spec for key, spec in rope_specs(model).items()}
+    ropes = {
+        name: spec if _same_rope(ours[name], spec) else ours[name]
+        for name, spec in found.layout.ropes.items()
+        if name in ours
+    }
+    layout = found.layout.model_copy(update={"dtype": dtype_name(model.dtype), "ropes": ropes})
     return found.model_copy(
         update={
             "weights": weights_fingerprint(model),

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_cachegen.errors import StoreNotFound, UnsupportedError
 from hf_cachegen.hf.describe import TENSOR_NAMES
-from hf_cachegen.layout import DtypeName, KVLayout, LayerKind, LayerSpec, TensorSpec
+from hf_cachegen.layout import DtypeName, KVLayout, LayerSpec, TensorSpec
 
 DEFAULT_DTYPE: DtypeName = "bfloat16"
 """For a config that names none."""
@@ -48,13 +48,18 @@ def estimate_layout(config: Any, dtype: DtypeName | None = None) -> KVLayout:
         dtype is not one of the format.
     """
     text = config.get_text_config(decoder=True)
+    windows = [_window(*entry) for entry in enumerate(DynamicCache(config=config).layers)]
     tensors = _tensors(text)
     return KVLayout(
         dtype=dtype or _config_dtype(config),
         ropes={},
         layers=tuple(
-            _layer(index, layer, tensors)
-            for index, layer in enumerate(DynamicCache(config=config).layers)
+            LayerSpec(
+                kind="full_attention" if window is None else "sliding_attention",
+                tensors=tensors,
+                window=window,
+            )
+            for window in windows
         ),
     )
 
@@ -73,15 +78,15 @@ def _tensors(text: Any) -> tuple[TensorSpec, ...]:
     )
 
 
-def _layer(index: int, native: Any, tensors: tuple[TensorSpec, ...]) -> LayerSpec:
+def _window(index: int, native: Any) -> int | None:
+    """The attention window of a native cache layer; None if it sees everything."""
     if type(native) not in (DynamicLayer, DynamicSlidingWindowLayer):
         raise UnsupportedError(
             f"layer {index} caches in a {type(native).__name__}; only full and sliding attention "
             "caches are supported"
         )
-    window = getattr(native, "sliding_window", None)
-    kind: LayerKind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(kind=kind, tensors=tensors, window=window)
+    window: int | None = getattr(native, "sliding_window", None)
+    return window
 
 
 def _config_dtype(config: Any) -> DtypeName:
@@ -90,7 +95,7 @@ def _config_dtype(config: Any) -> DtypeName:
     name = str(found).removeprefix("torch.")
     for known in get_args(DtypeName):
         if name == known:
-            return known  # type: ignore[no-any-return]
+            return known
     raise UnsupportedError(
         f"caches of {name} are not supported, only {', '.join(get_args(DtypeName))}"
     )

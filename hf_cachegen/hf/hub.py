@@ -37,7 +37,7 @@ def push_artifact(
     folder
         A complete artefact.
     repo_id
-        ``org/name``; created if need be.
+        ``org/name``, or a name for a repository of one's own; created if need be.
     commit_message, private, token, revision, create_pr, endpoint
         As everywhere in huggingface_hub.
 
@@ -48,9 +48,9 @@ def push_artifact(
     """
     with LocalStore(folder) as store:
         manifest = Artifact.open(store).manifest
-    (Path(folder) / CARD_NAME).write_text(str(artifact_card(manifest, repo_id)), encoding="utf-8")
     api = HfApi(endpoint=endpoint, token=token)
-    api.create_repo(repo_id, private=private, exist_ok=True)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    (Path(folder) / CARD_NAME).write_text(str(artifact_card(manifest, repo_id)), encoding="utf-8")
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=Path(folder),

@@ -38,6 +38,8 @@ class GrowingBuffer:
             current.data_ptr() == self.storage.data_ptr()
             and current.shape[:2] == self.storage.shape[:2]
             and current.stride() == self.storage.stride()
+            # A tensor made in inference mode may not be written to outside of it.
+            and (torch.is_inference_mode_enabled() or not self.storage.is_inference())
         )
         if not owned or total > self.storage.shape[-2]:
             shape = (*current.shape[:2], max(total, int(GROWTH * used)), current.shape[-1])
@@ -118,8 +120,8 @@ class StreamedLayer(_Streamed, DynamicLayer):
         self.materialize()
         if self._keys is None or self._values is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            # In-place writes would break the graph of earlier tokens.
+        if torch.is_grad_enabled():
+            # A graph may hold earlier keys and values, which in-place writes would change.
             return super().update(key_states, value_states, *args, **kwargs)
         if self._buffers is None:
             self._buffers = tuple(GrowingBuffer(_storage(t)) for t in (self._keys, self._values))
@@ -129,6 +131,14 @@ class StreamedLayer(_Streamed, DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self._length if self.is_pending else super().get_seq_length()
+
+    def reset(self) -> None:
+        self._buffers = None
+        super().reset()
+
+    def can_crop(self, tokens_to_remove: int) -> bool:
+        """Whether :meth:`crop` can remove so many tokens."""
+        return True
 
     def crop(self, tokens_to_remove: int) -> None:
         if self.is_pending and tokens_to_remove <= 0:
@@ -158,12 +168,17 @@ class StreamedSlidingLayer(_Streamed, DynamicSlidingWindowLayer):
         end = self.cumulative_length - self._first
         return tensor[:, :, max(end - self.sliding_window + 1, 0) : end]
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def can_crop(self, tokens_to_remove: int) -> bool:
+        """Whether :meth:`crop` can remove so many tokens."""
+        if not self.is_pending:
+            return self.cumulative_length < self.sliding_window or self.record_past
         length = max(self.cumulative_length + tokens_to_remove, 0)
-        reachable = max(length - self.sliding_window + 1, 0) >= self._first
-        if self.is_pending and tokens_to_remove <= 0 and reachable:
-            self.cumulative_length = length
-        else:
+        return max(length - self.sliding_window + 1, 0) >= self._first
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.is_pending and self.can_crop(tokens_to_remove):
+            self.cumulative_length = max(self.cumulative_length + tokens_to_remove, 0)
+        elif self.is_initialized:  # which the native layer takes for granted
             self.materialize()
             super().crop(tokens_to_remove)
 

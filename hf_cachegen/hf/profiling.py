@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_cachegen.codec.delta import DeltaConfig
 from hf_cachegen.codec.delta_profile import DeltaProfiler
 from hf_cachegen.config import CHUNK_TOKENS
+from hf_cachegen.hf.compat import native_layers
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
 from hf_cachegen.hf.describe import config_digest, describe_layout, model_name
 from hf_cachegen.hf.prefill import prefill
@@ -60,7 +61,10 @@ def profile_model(
     ------
     ValueError
         The texts hold not even one sample.
+    UnsupportedError
+        The model caches something that has no codec.
     """
+    native_layers(model)  # refuses what has no table before the model runs
     pieces = _pieces(tokenizer, samples, sample_tokens)[:max_samples]
     if not pieces:
         raise ValueError(f"expected text of at least {sample_tokens // 2} tokens, got less")
@@ -110,12 +114,11 @@ def profile_cache(
 def _pieces(
     tokenizer: PreTrainedTokenizerBase, samples: Mapping[str, str], sample_tokens: int
 ) -> list[tuple[str, Tensor]]:
-    pieces = []
+    """Samples in turns, so that the first few are already of every text."""
+    turns: dict[int, list[tuple[str, Tensor]]] = {}
     for name, text in samples.items():
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
-        pieces += [
-            (name, piece)
-            for piece in torch.split(ids, sample_tokens)
-            if 2 * len(piece) >= sample_tokens
-        ]
-    return pieces
+        for turn, piece in enumerate(torch.split(ids, sample_tokens)):
+            if 2 * len(piece) >= sample_tokens:
+                turns.setdefault(turn, []).append((name, piece))
+    return [piece for turn in sorted(turns) for piece in turns[turn]]

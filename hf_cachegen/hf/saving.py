@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +17,6 @@ from transformers.cache_utils import Cache
 from hf_cachegen.artifact import (
     EMBEDDED,
     EXACT,
-    Artifact,
     ArtifactWriter,
     ChunkPlan,
     Identity,
@@ -30,10 +28,11 @@ from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.config import CHUNK_TOKENS
 from hf_cachegen.errors import PromptMismatch, UnsupportedError
 from hf_cachegen.hf.codecs import TableSource, load_table
-from hf_cachegen.hf.compat import output_cache
+from hf_cachegen.hf.compat import native_layers, output_cache
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
 from hf_cachegen.hf.describe import describe_identity, describe_layout
 from hf_cachegen.hf.hub import push_artifact
+from hf_cachegen.hf.origin import Origin
 from hf_cachegen.hf.prefill import PREFILL_TOKENS, prefill
 from hf_cachegen.hf.profiling import profile_cache
 from hf_cachegen.layout import KVLayout
@@ -57,12 +56,14 @@ def save_cache(
     cache: Cache | None = None,
     tables: Tables = "auto",
     levels: Sequence[str] | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
     model_id: str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    token: str | None = None,
+    endpoint: str | None = None,
     push_to_hub: str | None = None,
     **push_options: Any,
 ) -> Manifest:
@@ -79,14 +80,16 @@ def save_cache(
         extended: chunks that it holds already are not written again.
     cache
         A cache that already holds the context, such as ``generate()`` returns; without it the
-        model runs. Ids of tokens past the cache's length are ignored.
+        model runs. Ids of tokens past the cache's length are ignored. Of a
+        :class:`CompressedStreamingCache` the chunks are copied that the settings leave as they are.
     tables
-        A model table or where it is; ``"auto"`` makes a small one from this cache and embeds it;
-        None stores exact levels only.
+        A model table or where it is; ``"auto"`` takes a streamed cache's own, else makes a small
+        one from this cache and embeds it; None stores exact levels only.
     levels
-        Names of the levels to store, by default every lossy one and ``lossless``.
+        Names of the levels to store; by default a streamed cache's own, else every lossy one and
+        ``lossless``.
     chunk_tokens
-        Tokens per chunk.
+        Tokens per chunk; by default a streamed cache's own, else ``CHUNK_TOKENS``.
     prefill_tokens
         Tokens per forward pass.
     model_id, revision
@@ -95,6 +98,8 @@ def save_cache(
         Replace an artefact of another context, model or setting.
     progress
         Show progress bars.
+    token, endpoint
+        As everywhere in huggingface_hub; for a table on the Hub, and to upload.
     push_to_hub
         Repository to upload to; ``push_options`` as for :func:`push_artifact`.
 
@@ -110,6 +115,9 @@ def save_cache(
     IdentityError
         ``out`` holds an artefact of something else.
     """
+    if push_options and push_to_hub is None:
+        raise ValueError(f"expected no {', '.join(push_options)} without push_to_hub")
+    native_layers(model)  # refuses what cannot be saved before the model runs
     ids = _token_ids(tokenizer, text_or_ids)
     if cache is None:
         cache = prefill(model, ids, piece_tokens=prefill_tokens, progress=progress)
@@ -117,25 +125,31 @@ def save_cache(
     if not 0 < length <= len(ids):
         raise PromptMismatch(f"expected the ids of all {length} cached tokens, got {len(ids)} ids")
     ids = ids[:length]
+    origin = Origin.of(cache)
     layers = cached_layers(cache)
     layout = describe_layout(model, [layer.tensors for layer in layers])
-    table, reference = _resolve_table(tables, model, layout, layers)
-    identity = describe_identity(model, layout, reference, model_id=model_id, revision=revision)
-    available = available_levels(table)
-    chosen = default_levels(table) if levels is None else select_levels(available, levels)
+    if tables == "auto" and origin is not None and levels is None:
+        table, reference = origin.table, origin.manifest.identity.table
+        chosen = origin.manifest.levels
+    else:
+        hub_options = {"token": token, "endpoint": endpoint}
+        table, reference = _resolve_table(tables, model, layout, layers, hub_options)
+        available = available_levels(table)
+        chosen = default_levels(table) if levels is None else select_levels(available, levels)
     manifest = _write(
         out,
-        identity,
+        describe_identity(model, layout, reference, model_id=model_id, revision=revision),
         chosen,
-        chunk_tokens,
+        chunk_tokens or (origin.manifest.chunk_tokens if origin else CHUNK_TOKENS),
         ids,
         layers,
         table,
+        origin=origin,
         overwrite=overwrite,
         progress=progress,
     )
     if push_to_hub is not None:
-        push_artifact(out, push_to_hub, **push_options)
+        push_artifact(out, push_to_hub, token=token, endpoint=endpoint, **push_options)
     return manifest
 
 
@@ -194,13 +208,17 @@ class _Recorder:
             cache.activate_past_recording()
 
     def after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        cache = output_cache(output) or output_cache(kwargs)
+        cache = output_cache(output)
+        cache = output_cache(kwargs) if cache is None else cache
         ids = kwargs.get("input_ids", args[0] if args else None)
         if cache is None or ids is None:
             return
         if ids.shape[0] != 1:
             raise UnsupportedError(f"record_cache records one sequence, got a batch of {len(ids)}")
-        if not self.token_ids and self._position:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and not mask.all():
+            raise UnsupportedError("record_cache records one sequence without padding, got a mask")
+        if cache is not self.cache:
             self.token_ids = _known_ids(cache, self._position)
         # A cache may have been cropped since the last pass, as assisted decoding does.
         self.token_ids[self._position :] = ids[0].tolist()
@@ -225,68 +243,32 @@ def save_extended(
     token_ids
         Ids of all cached tokens; needed once the cache has grown past its context.
     """
-    length, known = cache.get_seq_length(), cache.context_length
+    length, known = cache.get_seq_length(), cache.known_length
     if token_ids is None and length > known:
         raise ValueError(
             f"the cache has grown from {known} to {length} tokens; pass token_ids, the ids that "
             "generate() returned"
         )
-    ids = cache.token_ids if token_ids is None else token_ids.reshape(-1).cpu()
+    ids = cache.token_ids if token_ids is None else one_sequence(token_ids)
     common = min(length, known)
-    if len(ids) < length or not torch.equal(ids[:common], cache.token_ids[:common]):
+    if not 0 < length <= len(ids) or not torch.equal(ids[:common], cache.token_ids[:common]):
         raise PromptMismatch(
-            f"expected the ids of all {length} cached tokens, starting with the context's {known}; "
-            f"got {len(ids)} others"
+            f"expected the ids of all {length} cached tokens, at least one, starting with the "
+            f"context's {common}; got {len(ids)} ids"
         )
-    manifest = cache.artifact.manifest
+    origin = Origin.of(cache)
+    assert origin is not None
     return _write(
         out,
-        manifest.identity,
-        manifest.levels,
-        manifest.chunk_tokens,
+        origin.manifest.identity,
+        origin.manifest.levels,
+        origin.manifest.chunk_tokens,
         ids[:length],
         cached_layers(cache),
-        cache.table(),
-        origin=Origin(cache.artifact, [t.level for t in cache.stream_report()]),
+        origin.table,
+        origin=origin,
         progress=progress,
     )
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The artefact that a cache was streamed from, and the level of each of its chunks."""
-
-    artifact: Artifact
-    levels: Sequence[int]
-
-    def segments(self, plan: ChunkPlan) -> tuple[list[list[bytes]], str] | None:
-        """Segments and source of the chunk with the plan's name; None if there is no such chunk."""
-        manifest = self.artifact.manifest
-        for position, record in enumerate(manifest.chunks):
-            if record.name == plan.name:
-                levels = range(len(manifest.levels))
-                return [self._level(position, level) for level in levels], record.source
-        return None
-
-    def source(self, plan: ChunkPlan) -> str:
-        """Where the values of a newly encoded chunk come from: a lossy level, or the model."""
-        manifest = self.artifact.manifest
-        for record, level in zip(manifest.chunks, self.levels, strict=False):
-            overlaps = record.start < plan.end and plan.start < record.end
-            if overlaps and not manifest.levels[level].exact:
-                return manifest.levels[level].name
-        return EXACT
-
-    def _level(self, position: int, level: int) -> list[bytes]:
-        index, record = self.artifact.index(position), self.artifact.manifest.chunks[position]
-        span = index.span(level, 0, index.n_layers - 1)
-        data = self.artifact.store.read(record.path, span.offset, span.size, max_bytes=span.size)
-        segments = []
-        for layer in range(index.n_layers):
-            offset, size = index.segment(level, layer)
-            segments.append(data[offset - span.offset : offset - span.offset + size])
-            index.check(level, layer, segments[-1])
-        return segments
 
 
 def _write(
@@ -303,6 +285,9 @@ def _write(
     progress: bool = True,
 ) -> Manifest:
     codecs = [codec_for(level, identity.layout, table) for level in levels]
+    held_from = [layer.first for layer in layers]
+    if origin is not None and origin.is_same(identity, levels, chunk_tokens, token_ids):
+        held_from = origin.held_from()
     with (
         ArtifactWriter(
             out,
@@ -310,7 +295,7 @@ def _write(
             levels,
             chunk_tokens,
             token_ids.numpy(),
-            held_from=[layer.first for layer in layers],
+            held_from=held_from,
             overwrite=overwrite,
         ) as writer,
         ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -361,14 +346,23 @@ def _token_ids(
         ids = tokenizer(text_or_ids, return_tensors="pt")["input_ids"]
     else:
         ids = torch.as_tensor(text_or_ids)
-    if ids.numel() == 0 or (ids.ndim == 2 and ids.shape[0] != 1) or ids.ndim > 2:
-        raise ValueError(f"expected one context of at least a token, got ids {tuple(ids.shape)}")
+    if ids.numel() == 0:
+        raise ValueError("expected a context of at least one token, got none")
+    return one_sequence(ids)
+
+
+def one_sequence(ids: Tensor) -> Tensor:
+    """Token ids ``[T]`` on the CPU from ``[T]`` or ``[1, T]``; ValueError for anything else."""
+    if ids.ndim not in (1, 2) or ids.shape[:-1].numel() != 1:
+        raise ValueError(f"expected the ids [T] or [1, T] of one sequence, got {tuple(ids.shape)}")
     return ids.reshape(-1).cpu()
 
 
 def _known_ids(cache: Cache, length: int) -> list[int]:
+    if length == 0:
+        return []
     ids = getattr(cache, "token_ids", None)
-    if ids is None or len(ids) < length:
+    if ids is None or getattr(cache, "known_length", 0) < length:
         raise UnsupportedError(
             f"the cache already held {length} tokens whose ids are not known; use "
             "save_cache(model, tokenizer, all_ids, out, cache=cache)"
@@ -377,7 +371,11 @@ def _known_ids(cache: Cache, length: int) -> list[int]:
 
 
 def _resolve_table(
-    tables: Tables, model: PreTrainedModel, layout: KVLayout, layers: Sequence[CachedLayer]
+    tables: Tables,
+    model: PreTrainedModel,
+    layout: KVLayout,
+    layers: Sequence[CachedLayer],
+    hub_options: dict[str, Any],
 ) -> tuple[ModelTable | None, TableRef | None]:
     """The table and how the artefact refers to it: by its Hub repository, else embedded."""
     if tables is None:
@@ -385,6 +383,6 @@ def _resolve_table(
     if tables == "auto":
         table, location = profile_cache(model, layout, layers), EMBEDDED
     else:
-        table, location = load_table(tables)
+        table, location = load_table(tables, **hub_options)
         table.check_layout(layout)
     return table, TableRef(name=table.record.model_id, digest=table.digest, location=location)

@@ -28,7 +28,7 @@ def push_table(
     folder
         A complete table.
     repo_id
-        ``org/name``; created if need be.
+        ``org/name``, or a name for a repository of one's own; created if need be.
     commit_message, private, token, revision, endpoint
         As everywhere in huggingface_hub.
 
@@ -43,7 +43,7 @@ def push_table(
     if not card.exists():
         card.write_text(table_card(table), encoding="utf-8")
     api = HfApi(endpoint=endpoint, token=token)
-    api.create_repo(repo_id, private=private, exist_ok=True)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=Path(folder),
@@ -95,7 +95,7 @@ _CARD = """---
 # KV cache table of {model}
 
 The statistics with which [hf-cachegen](https://pypi.org/project/hf-cachegen) encodes and decodes
-KV caches of `{model}`. A cache that was encoded with this table needs this very table to be decoded.
+KV caches of `{model}`. What was encoded with this table needs this very table to be decoded.
 
 | | |
 |---|---|

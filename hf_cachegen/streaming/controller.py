@@ -1,44 +1,30 @@
-"""Which level of a chunk to fetch: pure decisions, from numbers to a level.
-
-No clock and no link in here: both are injected by whoever measures them.
-"""
+"""What to fetch next: the policies by name. Equal states give equal choices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+from hf_cachegen.streaming.layered import LayeredPolicy
+from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
+from hf_cachegen.streaming.robust import RobustPolicy
+
+__all__ = [
+    "TEXT",
+    "FixedLevel",
+    "LayeredPolicy",
+    "PaperPolicy",
+    "Policy",
+    "Refinement",
+    "RobustPolicy",
+    "StreamState",
+    "TextOnly",
+    "policy_for",
+]
 
 
 @dataclass(frozen=True)
-class StreamState:
-    """What is known when the next chunk is about to be requested.
-
-    Attributes
-    ----------
-    remaining_bytes
-        Bytes of every chunk that is still to be fetched, the next one first: ``[chunk][level]``,
-        levels coarse to fine.
-    elapsed_s
-        Seconds since the stream began.
-    throughput_bytes_per_s
-        Throughput of the last chunk; None before any was measured.
-    """
-
-    remaining_bytes: Sequence[Sequence[int]]
-    elapsed_s: float
-    throughput_bytes_per_s: float | None
-
-
-class Policy(Protocol):
-    """Chooses the level of the next chunk."""
-
-    def choose(self, state: StreamState) -> int:
-        """Index of the level to fetch for ``state.remaining_bytes[0]``."""
-
-
-@dataclass(frozen=True)
-class FixedLevel:
+class FixedLevel(Policy):
     """The same level for every chunk."""
 
     level: int
@@ -48,12 +34,22 @@ class FixedLevel:
 
 
 @dataclass(frozen=True)
-class PaperPolicy:
-    """CacheGen's rule (SIGCOMM 2024, section 5.3 and algorithm 1), over encoded levels.
+class TextOnly(Policy):
+    """Every chunk recomputed: an ordinary prefill."""
 
-    The finest level whose remaining bytes, of all chunks, arrive within the remaining time at the
-    throughput of the last chunk; the smallest if none does. Before a throughput is known it takes
-    ``first_level``.
+    def choose(self, state: StreamState) -> int:
+        return TEXT
+
+
+@dataclass(frozen=True)
+class PaperPolicy(Policy):
+    """CacheGen's rule (SIGCOMM 2024, section 5.3 and algorithm 1).
+
+    Text if recomputing all remaining chunks fits the remaining time. Otherwise the finest level
+    whose remaining bytes, of all chunks, arrive within it at the throughput of the last transfer;
+    the smallest if none does. Before a throughput is known it takes ``first_level``. Remaining time
+    ends :attr:`StreamState.tail_s` before the target, which is the first token's and not the last
+    byte's.
 
     Attributes
     ----------
@@ -67,9 +63,62 @@ class PaperPolicy:
     first_level: int
 
     def choose(self, state: StreamState) -> int:
-        if state.throughput_bytes_per_s is None:
+        deadline_s = self.target_s - state.tail_s
+        text_s = state.compute_begin_s() + state.remaining_recompute_s()
+        if state.recompute_s and text_s <= deadline_s:
+            return TEXT
+        if not state.throughputs_bytes_per_s:
             return self.first_level
-        totals = [sum(sizes) for sizes in zip(*state.remaining_bytes, strict=True)]
-        budget = max(self.target_s - state.elapsed_s, 0) * state.throughput_bytes_per_s
-        fitting = [level for level, total in enumerate(totals) if total <= budget]
-        return max(fitting, default=min(range(len(totals)), key=totals.__getitem__))
+        remaining_s = max(deadline_s - state.elapsed_s, 0)
+        budget = remaining_s * state.throughputs_bytes_per_s[-1]
+        levels = range(len(state.sizes_bytes[0]))
+        fitting = [level for level in levels if sum(state.remaining_bytes(level)) <= budget]
+        return max(fitting, default=state.smallest_level())
+
+
+def policy_for(
+    name: str,
+    *,
+    levels: Sequence[str],
+    losses: Sequence[float],
+    target_s: float | None = None,
+    nested: int = 0,
+) -> Policy:
+    """The policy of a name.
+
+    Parameters
+    ----------
+    name
+        ``fixed:<level>``, ``text``, ``paper``, ``robust`` or ``layered``.
+    levels, losses
+        Names of the levels, coarse to fine, and the loss of quality of each; 0 for exact ones.
+    target_s
+        Time to first token to meet; all but ``fixed`` and ``text`` need it.
+    nested
+        How many of the coarsest levels nest, see :class:`LayeredPolicy`.
+
+    Raises
+    ------
+    ValueError
+        The name or the level is unknown, or the target is missing.
+    """
+    kind, _, level = name.partition(":")
+    if kind == "fixed":
+        if level not in levels:
+            raise ValueError(f"unknown level {level!r}; expected one of {', '.join(levels)}")
+        return FixedLevel(list(levels).index(level))
+    if name == "text":
+        return TextOnly()
+    if name not in ("paper", "robust", "layered"):
+        raise ValueError(
+            f"unknown policy {name!r}; expected fixed:<level>, text, paper, robust or layered"
+        )
+    if target_s is None or target_s <= 0:
+        raise ValueError(f"policy {name!r} needs a target of more than 0 seconds, got {target_s}")
+    if name == "layered":
+        return LayeredPolicy(target_s, losses, nested)
+    lossy = [index for index, loss in enumerate(losses) if loss > 0]
+    first_level = lossy[len(lossy) // 2] if lossy else 0
+    if name == "paper":
+        return PaperPolicy(target_s, first_level)
+    return RobustPolicy(target_s, losses, first_level)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hf_cachegen.artifact.reader import Artifact
+from hf_cachegen.container import ChunkIndex
 from hf_cachegen.errors import CacheGenError, FormatError, StoreError
 from hf_cachegen.streaming.controller import Policy, StreamState
 
@@ -106,15 +107,25 @@ class ChunkStream:
                 raise self._error
             raise StoreError("the cache's stream was closed before this layer had arrived")
 
-    def close(self) -> None:
-        """End transfers and decoding and wait for their threads."""
+    def wait_transfers(self) -> None:
+        """Return once every chunk is fetched, or the stream has ended before that."""
+        self._fetcher.join()
+
+    def close(self, *, wait: bool = True) -> None:
+        """End transfers and decoding.
+
+        Parameters
+        ----------
+        wait
+            Return when the threads have ended, which their own threads must not wait for.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self.artifact.store.close()
         self._room.release(2 * len(self._undecoded))
-        self._decoders.shutdown(cancel_futures=True)
-        if self._fetcher is not threading.current_thread():
+        self._decoders.shutdown(wait=wait, cancel_futures=True)
+        if wait:
             self._fetcher.join()
 
     def _run(self) -> None:
@@ -125,6 +136,8 @@ class ChunkStream:
                     return
         except Exception as error:
             self._fail(error)
+        finally:
+            self._decoders.shutdown(wait=False)  # they end when nothing is left to decode
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -133,7 +146,7 @@ class ChunkStream:
 
     def _fetch_chunk(self, chunk: int) -> None:
         started = time.monotonic()
-        level = self._policy.choose(self._state(chunk, started - self._started_at))
+        level = self._policy.choose(self._state(started - self._started_at))
         size = 0
         for first, last in _runs(self._layers[chunk]):
             for layer, data in self._fetch_segments(chunk, level, first, last):
@@ -147,19 +160,21 @@ class ChunkStream:
             ChunkTransfer(chunk, level, size, started - self._started_at, seconds)
         )
 
-    def _state(self, chunk: int, elapsed_s: float) -> StreamState:
-        last = self.transfers[-1] if self.transfers else None
+    def _state(self, elapsed_s: float) -> StreamState:
         return StreamState(
-            remaining_bytes=[c.level_bytes for c in self.artifact.manifest.chunks[chunk:]],
+            sizes_bytes=[c.level_bytes for c in self.artifact.manifest.chunks],
+            chosen=[t.level for t in self.transfers],
             elapsed_s=elapsed_s,
-            throughput_bytes_per_s=last.size_bytes / max(last.seconds, 1e-9) if last else None,
+            throughputs_bytes_per_s=[
+                t.size_bytes / max(t.seconds, 1e-9) for t in self.transfers if t.size_bytes
+            ],
         )
 
     def _fetch_segments(
         self, chunk: int, level: int, first: int, last: int
     ) -> Iterator[tuple[int, bytes]]:
         """Yield (layer, checked bytes) of consecutive layers from one ranged transfer."""
-        index = self.artifact.index(chunk)
+        index = self._index(chunk)
         path = self.artifact.manifest.chunks[chunk].path
         span = index.span(level, first, last)
         pieces = self.artifact.store.stream(path, span.offset, span.size)
@@ -175,20 +190,25 @@ class ChunkStream:
         finally:
             pieces.close()
 
+    def _index(self, chunk: int) -> ChunkIndex:
+        """The chunk's index, asked for a second time if it is damaged."""
+        try:
+            return self.artifact.index(chunk)
+        except FormatError:
+            return self.artifact.index(chunk)
+
     def _checked(self, chunk: int, level: int, layer: int, data: bytes) -> bytes:
         """The segment if it is intact, else what a second request brings, else FormatError."""
         index = self.artifact.index(chunk)
-        record = self.artifact.manifest.chunks[chunk]
         try:
             index.check(level, layer, data)
         except FormatError:
-            span = index.segment(level, layer)
-            store = self.artifact.store
-            data = store.read(record.path, span.offset, span.size, max_bytes=span.size)
+            span, path = index.segment(level, layer), self.artifact.manifest.chunks[chunk].path
+            data = self.artifact.store.read(path, span.offset, span.size, max_bytes=span.size)
             try:
                 index.check(level, layer, data)
             except FormatError as error:
-                raise FormatError(f"{record.path} in {store.location}: {error}") from error
+                raise self._located(chunk, level, layer, error) from error
         return data
 
     def _decode_segment(self, chunk: int, level: int, layer: int, data: bytes) -> None:
@@ -210,7 +230,10 @@ class ChunkStream:
 
     def _located(self, chunk: int, level: int, layer: int, error: CacheGenError) -> CacheGenError:
         manifest = self.artifact.manifest
-        where = f"{manifest.chunks[chunk].path}, level {manifest.levels[level].name}, layer {layer}"
+        where = (
+            f"{manifest.chunks[chunk].path} in {self.artifact.store.location}, "
+            f"level {manifest.levels[level].name}, layer {layer}"
+        )
         located = type(error)(f"{where}: {error}")
         located.__cause__ = error
         return located

@@ -1,0 +1,144 @@
+"""What a streaming policy knows and what it can ask for.
+
+No clock and no link in here: both are injected by whoever measures them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_cachegen.streaming.estimate import RateEstimate
+
+TEXT = -1
+"""The choice not to fetch a chunk but to recompute it from its token ids, which is lossless."""
+
+MISS_BOUND = 0.02
+"""Default of the accepted probability to miss a target."""
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """What is known when the link is free for the next request.
+
+    Several streams that share a link need nothing more: each plans with the throughput that it
+    measures, which is its share.
+
+    Attributes
+    ----------
+    sizes_bytes
+        Bytes of every chunk at every level: ``[chunk][level]``, levels coarse to fine.
+    chosen
+        Level or :data:`TEXT` of each chunk that was chosen already; the next one is
+        ``len(chosen)``.
+    elapsed_s
+        Seconds since the stream began.
+    throughputs_bytes_per_s
+        Throughput of each transfer so far, oldest first.
+    decode_s
+        Seconds to decode every chunk at every level, shaped as ``sizes_bytes``; empty if they
+        don't matter.
+    recompute_s
+        Seconds to recompute every chunk from text; empty if the stream cannot.
+    compute_free_s
+        When the decoding and recomputing that is under way ends, in seconds since the stream began.
+    tail_s
+        Seconds from the last byte to the first token: decoding of one chunk and the prompt's own
+        prefill.
+    """
+
+    sizes_bytes: Sequence[Sequence[int]]
+    chosen: Sequence[int]
+    elapsed_s: float
+    throughputs_bytes_per_s: Sequence[float] = ()
+    decode_s: Sequence[Sequence[float]] = ()
+    recompute_s: Sequence[float] = ()
+    compute_free_s: float = 0.0
+    tail_s: float = 0.0
+
+    @property
+    def next_chunk(self) -> int:
+        """Index of the chunk to choose."""
+        return len(self.chosen)
+
+    def remaining_bytes(self, level: int) -> list[int]:
+        """Bytes of each chunk that is still to be chosen, at one level."""
+        return [sizes[level] for sizes in self.sizes_bytes[self.next_chunk :]]
+
+    def remaining_decode_s(self, level: int, skip: int = 0) -> float:
+        """Seconds to decode the chunks still to be chosen, but the first ``skip``."""
+        return sum(seconds[level] for seconds in self.decode_s[self.next_chunk + skip :])
+
+    def remaining_recompute_s(self) -> float:
+        """Seconds to recompute every chunk still to be chosen from text."""
+        return sum(self.recompute_s[self.next_chunk :])
+
+    def smallest_level(self) -> int:
+        """The level with the fewest remaining bytes."""
+        return min(
+            range(len(self.sizes_bytes[0])), key=lambda level: sum(self.remaining_bytes(level))
+        )
+
+    def smallest_remaining_bytes(self) -> list[int]:
+        """Bytes of each chunk that is still to be chosen, at the smallest level."""
+        return self.remaining_bytes(self.smallest_level())
+
+    def compute_begin_s(self) -> float:
+        """When something new could begin to be decoded or recomputed."""
+        return max(self.elapsed_s, self.compute_free_s)
+
+    def estimate(self) -> RateEstimate | None:
+        """The rates of transfers to come; None before any was measured."""
+        known = self.throughputs_bytes_per_s
+        return RateEstimate.from_throughputs(known) if known else None
+
+    def text_fits(self, deadline_s: float) -> bool:
+        """Whether the next chunk can be recomputed, and the rest decoded at its smallest, by then.
+
+        ``deadline_s`` counts from the start of the stream and is the context's, without the tail.
+        """
+        if not self.recompute_s:
+            return False
+        rest_s = self.remaining_decode_s(self.smallest_level(), skip=1)
+        work_s = self.recompute_s[self.next_chunk] + rest_s
+        return self.compute_begin_s() + work_s <= deadline_s
+
+    def text_is_sooner(self, estimate: RateEstimate) -> bool:
+        """Whether recomputing all that remains will rather end before its transfer does."""
+        if not self.recompute_s:
+            return False
+        arrived_s = self.elapsed_s + estimate.median_s(sum(self.smallest_remaining_bytes()))
+        return self.compute_begin_s() + self.remaining_recompute_s() < arrived_s
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """A finer level of a chunk that is there already.
+
+    Attributes
+    ----------
+    chunk, level
+        What to refine, and the level it then has.
+    size_bytes
+        What has to be fetched for it.
+    stop_s
+        When to give the transfer up, in seconds since the stream began.
+    """
+
+    chunk: int
+    level: int
+    size_bytes: int
+    stop_s: float
+
+
+class Policy(ABC):
+    """Chooses what to fetch: each chunk in order, then refinements."""
+
+    @abstractmethod
+    def choose(self, state: StreamState) -> int:
+        """Level of ``state.next_chunk``, or :data:`TEXT`."""
+
+    def refine(self, state: StreamState) -> Refinement | None:
+        """What to improve once every chunk is chosen; None ends the stream."""
+        return None
