@@ -149,7 +149,18 @@ def entropy(
         print_json({"schema": 1, "machine": platform.machine(), "rows": rows})
 
 
-for _command in (codec, entropy):
+def kernels(json: options.Json = False) -> None:
+    """Time the GPU kernels beside what bytes and operations allow; without a GPU, only count."""
+    from hf_cachegen.bench.kernels import report as kernel_report
+    from hf_cachegen.bench.kernels import run_kernel_bench
+
+    result = run_kernel_bench()
+    print(kernel_report(result), file=sys.stderr if json else sys.stdout)
+    if json:
+        print_json(result)
+
+
+for _command in (codec, entropy, kernels):
     app.command(cls=options.ManyValuesCommand)(_command)
 
 

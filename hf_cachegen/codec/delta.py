@@ -23,8 +23,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.codec.rope import rotate, unrotate
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, Record
+
+if TYPE_CHECKING:
+    from hf_cachegen.codec.delta_triton import DeltaPlanes
 
 LARGEST = 2.0**31 - 128
 """Largest magnitude of a coded integer: the last float32 that fits an int32."""
@@ -241,6 +245,7 @@ class DeltaCodec(SegmentCodec):
         bins = [self.config.bin(layer, n_layers) * factor for layer in range(n_layers)]
         per_row = np.repeat(np.array(bins, np.float32), np.diff(self._offsets))
         self._bin = torch.from_numpy(tables.spread * per_row)
+        self._on_gpu: dict[tuple[int, torch.device], DeltaPlanes] = {}
 
     def encode(self, layer: int, tensors: Sequence[Tensor], start: int) -> bytes:
         self.check_tensors(layer, tensors)
@@ -270,12 +275,36 @@ class DeltaCodec(SegmentCodec):
             raw = reader.take(head.numel() * head.element_size())
             head.copy_(tensor_from_bytes(raw, tuple(head.shape), head.dtype))
         tokens = out[0].shape[1] - sinks
-        if tokens:
+        if tokens and out[0].is_cuda and find_spec("triton") is not None:
+            self._decode_on_gpu(reader, layer, [tensor[:, sinks:] for tensor in out], start + sinks)
+        elif tokens:
             x = self._decode_planes(reader, layer, tokens, out[0].device)
             store_planes(
                 self.layout, layer, x, [tensor[:, sinks:] for tensor in out], start + sinks
             )
         reader.finish()
+
+    def _decode_on_gpu(
+        self, reader: ByteReader, layer: int, out: Sequence[Tensor], start: int
+    ) -> None:
+        from hf_cachegen.codec import delta_triton as gpu
+
+        coded = [reader.take(reader.unpack("<I")[0])] if self.config.group else []
+        key = layer, out[0].device
+        if key not in self._on_gpu:
+            rows = slice(self._offsets[layer], self._offsets[layer + 1])
+            self._on_gpu[key] = gpu.DeltaPlanes.build(
+                [bank for bank in (self._anchors, self._differences) if bank is not None],
+                self._table_ids[layer],
+                [vector[rows] for vector in (self._mean, self._anchor_step, self._bin)],
+                self.config.group,
+                out[0].device,
+            )
+        specs = self.layout.layers[layer].tensors
+        segment = gpu.CodedSegment([*coded, reader.rest()], out[0].shape[1])
+        batch = [tensor[None] for tensor in out]
+        check = gpu.launch_segments(self._on_gpu[key], self.layout, specs, [segment], batch, start)
+        check()
 
     def _decode_planes(
         self, reader: ByteReader, layer: int, tokens: int, device: torch.device

@@ -1,7 +1,8 @@
 """Entropy coding as the codecs use it: planes of symbols or integers, to bytes and back.
 
-The implementations give the same bytes: ``numpy`` (the specification) and ``numba`` (CPU).
-``auto`` takes the fastest that runs here; a name takes that one or raises.
+The implementations give the same bytes: ``numpy`` (the specification), ``numba`` (CPU) and
+``triton`` (GPU). These functions take and return arrays of the host, so ``auto`` is the faster of
+the first two; a name takes that one or raises.
 
 Integer plane, little-endian: ``u32 n | i32 escape[n] | symbol plane`` (see
 :mod:`hf_cachegen.codec.rans`), the escapes in row-major order.
@@ -153,19 +154,20 @@ def decode_integers(
         As for :func:`encode_symbols`.
     """
     coder = _choose(backend)
-    escapes = _read_escapes(data)
-    plane = data[_COUNT_BYTES + escapes.nbytes :]
+    escapes, plane = split_escapes(data)
     symbols = coder.decode_plane(plane, shape, table_ids, bank, rows_per_stream, threads)
     return coder.from_symbols(symbols, escapes, table_ids, bank)
 
 
-def _read_escapes(data: bytes) -> NDArray[np.int32]:
+def split_escapes(data: bytes) -> tuple[NDArray[np.int32], bytes]:
+    """The escaped integers and the symbol plane of an integer plane; FormatError if damaged."""
     n_escapes = int.from_bytes(data[:_COUNT_BYTES], "little")
     if len(data) < _COUNT_BYTES * (1 + n_escapes):
         raise FormatError(
             f"expected {n_escapes} escaped integers, found {len(data)} bytes; fetch the data again"
         )
-    return np.frombuffer(data, "<i4", n_escapes, offset=_COUNT_BYTES)
+    escapes = np.frombuffer(data, "<i4", n_escapes, offset=_COUNT_BYTES)
+    return escapes, data[_COUNT_BYTES + escapes.nbytes :]
 
 
 def _plane(array: NDArray[Any], dtype: type[np.integer[Any]]) -> NDArray[Any]:
@@ -196,9 +198,21 @@ def _load(name: str) -> _Backend | str:
             rans.encode_plane, rans.decode_plane, integers.to_symbols, integers.from_symbols
         )
     if name == "triton":
-        return "it needs tensors on a CUDA device; on the CPU use 'numba' or 'numpy'"
+        return _load_triton()
     try:
         from hf_cachegen.codec import rans_numba as fast
     except (ImportError, OSError) as error:
         return f"numba cannot be imported ({error})"
     return _Backend(fast.encode_plane, fast.decode_plane, fast.to_symbols, fast.from_symbols)
+
+
+def _load_triton() -> _Backend | str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "it needs a CUDA device, torch finds none; on the CPU use 'numba' or 'numpy'"
+    try:
+        from hf_cachegen.codec import rans_triton as gpu
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    return _Backend(gpu.encode_plane, gpu.decode_plane, integers.to_symbols, integers.from_symbols)

@@ -20,20 +20,20 @@ from hf_cachegen.layout import RopeSpec
 
 def rotate(x: Tensor, spec: RopeSpec, start: int) -> Tensor:
     """Rotate ``x`` ``[H, T, D]`` of tokens start, start + 1, ...; returns float32."""
-    cos, sin = _cos_sin(spec, start, x)
+    cos, sin = cos_sin(spec, start, x)
     a, b = _pairs(x, spec)
     return _join(x, spec, a * cos - b * sin, b * cos + a * sin)
 
 
 def unrotate(x: Tensor, spec: RopeSpec, start: int) -> Tensor:
     """Inverse of :func:`rotate`; takes any float dtype, returns float32."""
-    cos, sin = _cos_sin(spec, start, x)
+    cos, sin = cos_sin(spec, start, x)
     cos, sin = cos / spec.attention_scaling**2, sin / spec.attention_scaling**2
     a, b = _pairs(x, spec)
     return _join(x, spec, a * cos + b * sin, b * cos - a * sin)
 
 
-def _cos_sin(spec: RopeSpec, start: int, x: Tensor) -> tuple[Tensor, Tensor]:
+def cos_sin(spec: RopeSpec, start: int, x: Tensor) -> tuple[Tensor, Tensor]:
     """Scaled cos and sin ``[T, len(inv_freq)]`` as transformers computes them: in float32."""
     inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=x.device)
     positions = torch.arange(start, start + x.shape[-2], dtype=torch.float32, device=x.device)

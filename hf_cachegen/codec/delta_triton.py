@@ -1,0 +1,141 @@
+"""The ``delta`` codec's decoder for GPUs: :mod:`hf_cachegen.codec.delta` on Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from hf_cachegen.codec.bank import IntegerBank
+from hf_cachegen.codec.planes import rows_per_stream
+from hf_cachegen.codec.rans_triton import DecodeCheck, entry_tables, launch_integers
+from hf_cachegen.codec.rope import cos_sin
+from hf_cachegen.layout import KVLayout, RopeSpec, TensorSpec
+from hf_cachegen.triton_kernels.delta import DeltaChannels, DeltaSegment, Rotary, reconstruct
+from hf_cachegen.triton_kernels.streams import EntryTables, PlaneShape
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaPlanes:
+    """What a layer's segments are decoded with, on one device.
+
+    Attributes
+    ----------
+    tables
+        Of the anchors' rows, then of the differences'.
+    mean, anchor_step, bins
+        float32 [C].
+    group
+        Tokens per anchor, 0 for none.
+    """
+
+    tables: EntryTables
+    mean: Tensor
+    anchor_step: Tensor
+    bins: Tensor
+    group: int
+
+    @classmethod
+    def build(
+        cls,
+        banks: Sequence[IntegerBank],
+        table_ids: ArrayLike,
+        parameters: Sequence[Tensor],
+        group: int,
+        device: torch.device,
+    ) -> DeltaPlanes:
+        """From the banks of anchors, if there are any, and differences; and mean, steps, bins."""
+        n_rows = len(np.asarray(table_ids))
+        tables = entry_tables([(bank, table_ids, n_rows) for bank in banks])
+        mean, step, bins = (vector.to(device).contiguous() for vector in parameters)
+        return cls(tables.to(device), mean, step, bins, group)
+
+
+class CodedSegment(NamedTuple):
+    """The coded tokens of a segment.
+
+    Attributes
+    ----------
+    planes
+        The anchors' plane, if there are anchors, and the differences'.
+    tokens
+        How many.
+    batch, first_token
+        Where they go in ``out[batch, :, first_token:]``.
+    """
+
+    planes: Sequence[bytes]
+    tokens: int
+    batch: int = 0
+    first_token: int = 0
+
+
+def launch_segments(
+    planes: DeltaPlanes,
+    layout: KVLayout,
+    specs: Sequence[TensorSpec],
+    segments: Sequence[CodedSegment],
+    out: Sequence[Tensor],
+    start: int,
+) -> DecodeCheck:
+    """Launch the decoding of segments of one layer on the current stream.
+
+    Parameters
+    ----------
+    planes
+        The layer's.
+    layout, specs
+        Its tensors.
+    segments
+        Of any chunks and contexts; together they fill a GPU better than one by one.
+    out
+        Tensors ``[B, H, T, D]`` on the device of ``planes``, any strides.
+    start
+        Position of their first token.
+
+    Returns
+    -------
+    DecodeCheck
+        Waits, and raises FormatError if a segment is damaged: ``out`` is undefined then.
+
+    Raises
+    ------
+    FormatError
+        The bytes are not planes of these shapes.
+    """
+    channels = len(planes.mean)
+    shapes, places, at = [], [], 0
+    for segment in segments:
+        n_groups = -(-segment.tokens // planes.group) if planes.group else 0
+        widths = [n_groups, segment.tokens - n_groups] if planes.group else [segment.tokens]
+        shapes += [
+            PlaneShape(channels, width, rows_per_stream(width), kind * channels)
+            for kind, width in enumerate(widths)
+        ]
+        place = (segment.tokens, segment.batch, segment.first_token, segment.first_token)
+        places.append(DeltaSegment(at, at + channels * n_groups, *place))
+        at += channels * segment.tokens
+    coded = [plane for segment in segments for plane in segment.planes]
+    integers, check = launch_integers(coded, shapes, planes.tables)
+    first = 0
+    for spec, tensor in zip(specs, out, strict=True):
+        rows = slice(first, first + spec.channels)
+        vectors = (planes.mean[rows], planes.anchor_step[rows], planes.bins[rows])
+        rotary = _rotary(layout.rope(spec), tensor[0], start)
+        reconstruct(
+            integers, places, DeltaChannels(*vectors, first, channels), planes.group, rotary, tensor
+        )
+        first = rows.stop
+    return check
+
+
+def _rotary(rope: RopeSpec | None, tensor: Tensor, start: int) -> Rotary | None:
+    if rope is None:
+        return None
+    cos, sin = cos_sin(rope, start, tensor)
+    return Rotary(cos.T.contiguous(), sin.T.contiguous(), rope.pairing)
