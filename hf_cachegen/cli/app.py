@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from hf_cachegen.cli import ask, bench, inspect, make, plan, transfer
 from hf_cachegen.cli.options import ManyValuesCommand
+from hf_cachegen.cli.simulate import simulate
 from hf_cachegen.errors import CacheGenError
 
 USER_ERROR = 2
@@ -105,6 +106,7 @@ for _command in (
     transfer.fetch,
     ask.generate,
     plan.plan,
+    simulate,
 ):
     app.command(cls=ManyValuesCommand)(_command)
 app.add_typer(bench.app, name="bench")
