@@ -7,6 +7,9 @@ MODEL := .cache/models/SmolLM2-135M
 CORPUS := .cache/corpus
 TABLE := model_tables/HuggingFaceTB--SmolLM2-135M-Instruct
 
+# Threads that spin while they wait would take the cores from the decoders beside them.
+export OMP_WAIT_POLICY := passive
+
 .PHONY: demo test lint bench table model clean
 
 demo: $(MODEL)/config.json

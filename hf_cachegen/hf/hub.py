@@ -8,7 +8,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from hf_cachegen.artifact import Artifact, Manifest
+from hf_cachegen.artifact.summary import stored_values, summarise_levels
 from hf_cachegen.artifact.writer import LOCK_NAME
+from hf_cachegen.config import DTYPE_BYTES
 from hf_cachegen.stores import LocalStore
 from hf_cachegen.tables import CARD_NAME
 
@@ -69,16 +71,12 @@ def artifact_card(manifest: Manifest, repo_id: str) -> ModelCard:
     data = ModelCardData(
         library_name="hf-cachegen", tags=["kv-cache"], base_model=_hub_id(identity.model_id)
     )
-    raw_bytes = identity.layout.bytes_per_token * manifest.tokens.n
-    rows = []
-    for index, level in enumerate(manifest.levels):
-        size = sum(chunk.level_bytes[index] for chunk in manifest.chunks)
-        exact = "bit-exact" if level.exact else "lossy"
-        rows.append(
-            f"| `{level.name}` | {exact} | {size / 1e6:.2f} MB | "
-            f"{8 * size / (identity.layout.values_per_token * manifest.tokens.n):.2f} | "
-            f"{raw_bytes / size:.1f}x |"
-        )
+    raw_bytes = stored_values(manifest) * DTYPE_BYTES[identity.layout.dtype]
+    rows = [
+        f"| `{level.name}` | {'bit-exact' if level.exact else 'lossy'} | "
+        f"{level.size_bytes / 1e6:.2f} MB | {level.bits_per_value:.2f} | {level.ratio:.1f}x |"
+        for level in summarise_levels(manifest)
+    ]
     return ModelCard(_CARD.format(
         metadata=data.to_yaml(),
         tokens=manifest.tokens.n,
@@ -103,7 +101,7 @@ _CARD = """---
 
 # KV cache of {tokens} tokens for {model}
 
-The KV cache of one context, encoded with [hf-cachegen](https://pypi.org/project/hf-cachegen). It
+The KV cache of one context, encoded with hf-cachegen. It
 fits `{architecture}` with the very weights it was made with, in {dtype}; anything else is refused.
 The context's token ids are part of this repository: publish it only if you may publish the text.
 

@@ -94,7 +94,7 @@ _CARD = """---
 
 # KV cache table of {model}
 
-The statistics with which [hf-cachegen](https://pypi.org/project/hf-cachegen) encodes and decodes
+The statistics with which hf-cachegen encodes and decodes
 KV caches of `{model}`. What was encoded with this table needs this very table to be decoded.
 
 | | |

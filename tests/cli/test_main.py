@@ -83,7 +83,9 @@ def test_the_installed_command(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_an_interrupt_ends_with_130():
     script = (
-        "import os, signal\nimport hf_cachegen.cli.inspect as inspect\n"
+        # A shell starts background jobs with the signal ignored, and their children inherit that.
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import hf_cachegen.cli.inspect as inspect\n"
         "inspect._installation = lambda: os.kill(os.getpid(), signal.SIGINT) or signal.pause()\n"
         "from hf_cachegen.cli import app\napp(['info'])"
     )
