@@ -19,6 +19,8 @@ from hf_cachegen.container import ChunkIndex
 from hf_cachegen.errors import CacheGenError, FormatError, StoreError
 from hf_cachegen.streaming.controller import Policy, StreamState
 
+MIN_SEGMENTS_IN_FLIGHT = 8
+
 DecodeSegment = Callable[[int, int, int, bytes], Sequence[int]]
 """Called with (chunk, level, layer, data), from several threads; returns the layers that now have
 all their values of this chunk."""
@@ -83,9 +85,9 @@ class ChunkStream:
         self._decoders = ThreadPoolExecutor(
             workers or os.cpu_count() or 1, thread_name_prefix="hf-cachegen-decode"
         )
-        # Encoded segments in memory: two chunks' worth, so that a slow decoder holds up the link
-        # and not the other way round.
-        self._room = threading.Semaphore(2 * n_layers)
+        # Encoded segments in memory: half a chunk's worth, for which a slow decoder holds up the
+        # link. More would show beside the cache itself at levels that are hardly smaller than it.
+        self._room = threading.Semaphore(max(n_layers // 2, MIN_SEGMENTS_IN_FLIGHT))
         self._fetcher = threading.Thread(target=self._run, name="hf-cachegen-fetch", daemon=True)
         self._fetcher.start()
 
@@ -123,7 +125,7 @@ class ChunkStream:
             self._closed = True
             self._changed.notify_all()
         self.artifact.store.close()
-        self._room.release(2 * len(self._undecoded))
+        self._room.release()  # the fetcher may be waiting for room
         self._decoders.shutdown(wait=wait, cancel_futures=True)
         if wait:
             self._fetcher.join()
