@@ -69,7 +69,7 @@ def artifact_card(manifest: Manifest, repo_id: str) -> ModelCard:
     """Card of an artefact: whose cache it is, its levels and sizes, and how to load it."""
     identity = manifest.identity
     data = ModelCardData(
-        library_name="hf-cachegen", tags=["kv-cache"], base_model=_hub_id(identity.model_id)
+        library_name="hf-cachegen", tags=["kv-cache"], base_model=hub_id(identity.model_id)
     )
     raw_bytes = stored_values(manifest) * DTYPE_BYTES[identity.layout.dtype]
     rows = [
@@ -91,7 +91,8 @@ def artifact_card(manifest: Manifest, repo_id: str) -> ModelCard:
     ))  # fmt: skip
 
 
-def _hub_id(model_id: str) -> str | None:
+def hub_id(model_id: str) -> str | None:
+    """The Hub repository that a model's name is, None if it is none: what a card may link to."""
     return model_id if model_id.count("/") == 1 else None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
+from hf_cachegen.hf.hub import hub_id
 from hf_cachegen.stores import LocalStore
 from hf_cachegen.tables import ARRAYS_NAME, CARD_NAME, RECORD_NAME, ModelTable
 
@@ -65,9 +66,10 @@ def table_card(table: ModelTable, measured: str = "") -> str:
         Markdown: what the table's levels were measured to do.
     """
     record, params = table.record, table.record.params
-    base_model = record.model_id if record.model_id.count("/") == 1 else None
     metadata = ModelCardData(
-        library_name="hf-cachegen", tags=["kv-cache", "kv-cache-table"], base_model=base_model
+        library_name="hf-cachegen",
+        tags=["kv-cache", "kv-cache-table"],
+        base_model=hub_id(record.model_id),
     )
     data = "\n".join(f"| {name} | {tokens} |" for name, tokens in record.data)
     return str(ModelCard(_CARD.format(
