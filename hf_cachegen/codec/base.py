@@ -65,7 +65,8 @@ class SegmentCodec(ABC):
         layer, start
             As for :meth:`encode`.
         data
-            What :meth:`encode` returned.
+            What :meth:`encode` returned; of a level that refines others, after what theirs did,
+            coarse first.
         out
             Tensors or views ``[H, T, D]`` in the layout's dtype, any strides, any device.
 
@@ -80,6 +81,10 @@ class SegmentCodec(ABC):
     def check_tensors(self, layer: int, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError unless ``tensors`` have the shapes and dtype of this segment."""
         specs = self.specs(layer)
+        if not specs:
+            raise ValueError(
+                f"layer {layer}: its values are in the segment of the first layer of its group"
+            )
         tokens = tensors[0].shape[-2] if tensors and tensors[0].ndim == 3 else -1
         expected = [(spec.heads, tokens, spec.dim) for spec in specs]
         found = [tuple(tensor.shape) for tensor in tensors]

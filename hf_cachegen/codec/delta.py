@@ -35,11 +35,11 @@ from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank
 from hf_cachegen.codec.base import SegmentCodec
+from hf_cachegen.codec.channels import channels, store_channels
 from hf_cachegen.codec.entropy import decode_integers, encode_integers
 from hf_cachegen.codec.exact import tensor_bytes, tensor_from_bytes
 from hf_cachegen.codec.integer_tables import BANK_FIELDS, bank_from_arrays, bank_to_arrays
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
-from hf_cachegen.codec.rope import rotate, unrotate
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, Record
 
@@ -251,9 +251,8 @@ class DeltaCodec(SegmentCodec):
         self.check_tensors(layer, tensors)
         sinks = self._sinks(start, tensors[0].shape[1])
         parts = [tensor_bytes(tensor[:, :sinks]) for tensor in tensors]
-        x = channel_planes(
-            self.layout, layer, [tensor[:, sinks:] for tensor in tensors], start + sinks
-        )
+        rest = [tensor[:, sinks:] for tensor in tensors]
+        x = channels(self.layout, self.specs(layer), rest, start + sinks).T.contiguous()
         if x.shape[1] == 0:
             return b"".join(parts)
         transform, bins = self._on(layer, x.device)
@@ -279,9 +278,8 @@ class DeltaCodec(SegmentCodec):
             self._decode_on_gpu(reader, layer, [tensor[:, sinks:] for tensor in out], start + sinks)
         elif tokens:
             x = self._decode_planes(reader, layer, tokens, out[0].device)
-            store_planes(
-                self.layout, layer, x, [tensor[:, sinks:] for tensor in out], start + sinks
-            )
+            rest = [tensor[:, sinks:] for tensor in out]
+            store_channels(self.layout, self.specs(layer), x.T, rest, start + sinks)
         reader.finish()
 
     def _decode_on_gpu(
@@ -356,26 +354,3 @@ class DeltaCodec(SegmentCodec):
         shape = (len(ids), tokens)
         integers = decode_integers(data, shape, ids, bank, rows_per_stream(tokens))
         return torch.from_numpy(integers).to(device).float()
-
-
-def channel_planes(layout: KVLayout, layer: int, tensors: Sequence[Tensor], start: int) -> Tensor:
-    """All channels of a layer before RoPE, float32 ``[C, T]``, from its tensors ``[H, T, D]``."""
-    planes = []
-    for spec, tensor in zip(layout.layers[layer].tensors, tensors, strict=True):
-        rope = layout.rope(spec)
-        x = tensor.float() if rope is None else unrotate(tensor, rope, start)
-        planes.append(x.transpose(1, 2).flatten(0, 1))
-    return torch.cat(planes)
-
-
-def store_planes(
-    layout: KVLayout, layer: int, x: Tensor, out: Sequence[Tensor], start: int
-) -> None:
-    """Inverse of :func:`channel_planes`, into preallocated tensors ``[H, T, D]``."""
-    specs = layout.layers[layer].tensors
-    for spec, plane, tensor in zip(
-        specs, torch.split(x, [spec.channels for spec in specs]), out, strict=True
-    ):
-        values = plane.view(spec.heads, spec.dim, -1).transpose(1, 2)
-        rope = layout.rope(spec)
-        tensor.copy_(values if rope is None else rotate(values, rope, start))

@@ -9,6 +9,7 @@ will code, at every level.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank
+from hf_cachegen.codec.channels import channels
 from hf_cachegen.codec.delta import (
     DeltaConfig,
     DeltaTables,
     DeltaTransform,
-    channel_planes,
     row_offsets,
     table_ids,
 )
@@ -115,6 +116,14 @@ class DeltaProfiler:
         for counts, factor in zip(self._counts, self.config.factors, strict=True):
             _count(counts, self._table_ids[layer], torch.round(difference / (bins * factor)))
 
+    def accumulators(self) -> dict[str, NDArray[Any]]:
+        """Every array that samples are added to, in place, by name: all that a checkpoint needs."""
+        arrays: dict[str, NDArray[Any]] = {"anchor_counts": self._anchor_counts}
+        arrays |= {f"counts{level}": counts for level, counts in enumerate(self._counts)}
+        for name, moments in (("values", self._values), ("differences", self._differences)):
+            arrays |= {f"{name}.{key}": array for key, array in vars(moments).items()}
+        return arrays
+
     def finish(self) -> DeltaTables:
         """The tables of all that was observed."""
         mean, anchor_step, spread = self._finished()
@@ -129,9 +138,9 @@ class DeltaProfiler:
 
     def _planes(self, layer: int, tensors: Sequence[Tensor], start: int) -> Tensor:
         sinks = max(self.config.sinks - start, 0)
-        x = channel_planes(
-            self.layout, layer, [tensor[:, sinks:] for tensor in tensors], start + sinks
-        )
+        rest = [tensor[:, sinks:] for tensor in tensors]
+        x = channels(self.layout, self.layout.layers[layer].tensors, rest, start + sinks)
+        x = x.T.contiguous()
         if not torch.isfinite(x).all():
             raise ValueError(
                 f"layer {layer}: the sample's cache holds NaN or infinity; expected a model and "

@@ -21,18 +21,18 @@ sample leaves holes in the tails that another text fills."""
 
 
 def build_integer_bank(
-    counts: NDArray[np.int32], lo: int, escapes: NDArray[np.int32]
+    counts: NDArray[np.integer[Any]], lo: int, escapes: NDArray[np.integer[Any]]
 ) -> IntegerBank:
     """Tables over the range of integers that pays.
 
     Parameters
     ----------
     counts
-        int32 [tables, n] occurrences of the integers lo, lo + 1, ...
+        [tables, n] occurrences of the integers lo, lo + 1, ...
     lo
         Integer of column 0.
     escapes
-        int32 [tables] occurrences of all other integers.
+        [tables] occurrences of all other integers.
     """
     weights = _smooth(counts.astype(np.float64))
     share = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1)
@@ -54,6 +54,33 @@ def build_integer_bank(
     ragged[escape_at] = rest
     freqs = normalise_counts(ragged, starts, keep=escape_at)
     return IntegerBank(freqs, starts.astype(np.int32), (first + lo).astype(np.int32))
+
+
+def integer_bits(counts: NDArray[np.integer[Any]], lo: int, bank: IntegerBank) -> float:
+    """Ideal size, in bits, of integers that occur as counted; each table's escapes in its last.
+
+    Parameters
+    ----------
+    counts
+        [tables, n + 1] occurrences of the integers lo, lo + 1, ..., lo + n - 1, then of all others.
+    lo
+        Integer of column 0.
+    bank
+        The tables that code them.
+    """
+    occurrences = np.zeros(len(bank.freqs), np.int64)
+    escaped = 0
+    for table, (first, size) in enumerate(zip(bank.starts, bank.sizes, strict=False)):
+        inside = slice(bank.lo[table] - lo, bank.lo[table] - lo + size - 1)
+        occurrences[first : first + size - 1] = counts[table, inside]
+        rest = counts[table].sum() - counts[table, inside].sum()
+        # A symbol of frequency 0 inside the range is escaped as well.
+        unknown = bank.freqs[first : first + size - 1] == 0
+        rest += occurrences[first : first + size - 1][unknown].sum()
+        occurrences[first : first + size - 1][unknown] = 0
+        occurrences[first + size - 1] = rest
+        escaped += int(rest)
+    return bank.entropy_bits(occurrences) + ESCAPE_BITS * escaped
 
 
 def bank_to_arrays(bank: IntegerBank) -> dict[str, NDArray[Any]]:

@@ -10,7 +10,6 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +17,19 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hf_cachegen.codec import entropy
 from hf_cachegen.codec.bank import ESCAPE_BITS, PROB_BITS, to_symbols
+from hf_cachegen.codec.channels import channels, store_channels
 from hf_cachegen.codec.delta import (
     LARGEST,
     DeltaCodec,
     DeltaConfig,
     DeltaTables,
-    channel_planes,
     row_offsets,
-    store_planes,
     table_ids,
 )
 from hf_cachegen.codec.delta_profile import DeltaProfiler
@@ -72,7 +70,7 @@ def make_cache(layout, layer, tokens, start=0, seed=0):
     dtype = getattr(torch, layout.dtype)
     specs = layout.layers[layer].tensors
     tensors = [torch.empty(spec.heads, tokens, spec.dim, dtype=dtype) for spec in specs]
-    store_planes(layout, layer, x, tensors, start)
+    store_channels(layout, specs, x.T, tensors, start)
     return tensors
 
 
@@ -143,7 +141,7 @@ def test_errors_are_at_most_half_a_bin(segment, magnitude):
     out = decode(codec, layer, codec.encode(layer, tensors, start), tensors, start)
     sinks = min(max(how["sinks"] - start, 0), where["tokens"])
     before, after = (
-        channel_planes(codec.layout, layer, [t[:, sinks:] for t in side], start + sinks)
+        channels(codec.layout, codec.specs(layer), [t[:, sinks:] for t in side], start + sinks).T
         for side in (tensors, out)
     )
     tables = make_tables(how["group"], how["kind"])
@@ -495,26 +493,6 @@ def test_every_channel_or_every_tensor_has_a_table():
         [2] * 7,
         [3] * 10 + [4] * 12 + [5] * 7,
     ]
-
-
-@settings(max_examples=20)
-@given(st.integers(0, N_LAYERS - 1), st.integers(0, 9), st.sampled_from([0, 4, 1000]))
-def test_planes_are_the_channels_before_rope_and_go_back(layer, tokens, start):
-    layout = layout_of("float32")
-    tensors = make_cache(layout, layer, tokens, start)
-    x = channel_planes(layout, layer, tensors, start)
-    assert x.shape == (layout.layers[layer].channels, tokens)
-    out = [torch.empty_like(tensor) for tensor in tensors]
-    store_planes(layout, layer, x, out, start)
-    bounds = np.cumsum([0, *(spec.channels for spec in layout.layers[layer].tensors)])
-    for spec, before, after, rows in zip(
-        layout.layers[layer].tensors, tensors, out, pairwise(bounds), strict=True
-    ):
-        torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
-        if spec.rope is None:
-            head, channel = spec.heads - 1, spec.dim - 2
-            row = x[slice(*rows)][head * spec.dim + channel]
-            assert torch.equal(row, before[head, :, channel])
 
 
 GOLDEN_CASES = json.loads((GOLDEN / "delta.json").read_text())

@@ -1,0 +1,401 @@
+"""The ``transform`` codec: a sensitivity-whitened KLT over groups of layers, in nested levels.
+
+Keys are un-rotated, the values of a group of adjacent layers are stacked to one vector x a token,
+and with the model's statistics (:mod:`hf_cachegen.codec.transform_tables`)
+
+    encode   y = V L' (x - mean)             q = round(y / (step * w))
+    decode   x = mean + U V' (step * w * q)
+
+L' whitens each layer: L L' = F, the mean outer product of the gradient of the next-token loss with
+respect to what is cached, and U is the inverse of L'. V is the Karhunen-Loeve basis of the whitened
+vector. In that basis an error costs the same in every coefficient, so one step serves all of them,
+and reverse water-filling falls out: coefficients smaller than the step are zero and not coded
+(Cover & Thomas, Elements of Information Theory, ch. 10; whitening by a Fisher estimate as in
+optimal brain damage, LeCun et al. 1990).
+
+w, a power of sqrt(2) a token and group, is the token's own step: finer for tokens that matter more.
+It is sent as side information, so an encoder may choose it as it likes (:class:`Importance`).
+
+Levels are nested: each divides the step by 3, so that a bin of one level is exactly three bins of
+the next, and a segment holds only what its level adds to the levels below it. Decoding a level
+takes the segments of all of them.
+
+Coefficients are coded with the static tables of scale classes
+(:mod:`hf_cachegen.codec.scale_classes`). Tokens of equal w form a plane.
+
+The first ``sinks`` tokens of a context are stored as they are.
+
+Segment, of a group's first layer (the group's other layers have empty segments), at level 0::
+
+    raw values of the sinks that fall into the segment, per tensor [H, t, D]
+    u32 n | u16 frequencies [2 * max_exponent + 1] and entropy-coded w of each token, n bytes:
+            plane [1, T] of exponent + max_exponent
+    per exponent that occurs, ascending:
+        u32 n | integer plane [coded coefficients, tokens] of q >> low bits, n bytes
+        u32 n | symbol plane [coefficients with low bits, tokens] of the low bits, n bytes
+
+and at every later one::
+
+    per exponent that occurs, ascending:
+        u32 n | symbol plane [coefficients coded below, tokens] of the third of the bin, n bytes:
+                0 to 2, from zero outwards
+        u32 n | integer plane [coefficients that this level begins to code, tokens] of q, n bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_cachegen.codec.bank import TableBank, normalise_counts
+from hf_cachegen.codec.base import SegmentCodec
+from hf_cachegen.codec.channels import channels, store_channels
+from hf_cachegen.codec.entropy import (
+    decode_integers,
+    decode_symbols,
+    encode_integers,
+    encode_symbols,
+)
+from hf_cachegen.codec.exact import tensor_bytes, tensor_from_bytes
+from hf_cachegen.codec.planes import ByteReader, rows_per_stream
+from hf_cachegen.codec.scale_classes import UNIFORM, classify, n_coded
+from hf_cachegen.codec.transform_matrices import settle_threads, synthesise
+from hf_cachegen.codec.transform_tables import (
+    REFINEMENT,
+    TransformTables,
+    layer_groups,
+)
+from hf_cachegen.errors import FormatError
+from hf_cachegen.layout import KVLayout
+
+LARGEST = 2.0**30
+"""Largest magnitude of a coded integer."""
+
+ROWS_PER_PRODUCT = 256
+"""Coefficients that are computed at a time. A matrix product of another size may round otherwise,
+and a coefficient at the edge of a bin would then not lie in the bins of the levels below."""
+
+Mode = Literal["flat", "predicted", "recent"]
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How an encoder tells tokens apart: the better half of the bits go where errors cost more.
+
+    Attributes
+    ----------
+    mode
+        ``flat``: all tokens alike. ``predicted``: by the table's regression on the norms of a
+        token's keys and values. ``recent``: by the regression that also knows how far a token is
+        from the end of the context: better if the next question is about what came last, worse if
+        it is about the beginning.
+    n_tokens
+        Tokens of the whole context, for ``recent``.
+    log_weights
+        Natural log of how much more an error matters, float ``[n_tokens]``, added to the above.
+    """
+
+    mode: Mode = "predicted"
+    n_tokens: int | None = None
+    log_weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"expected importance of {get_args(Mode)}, got {self.mode!r}")
+        if self.mode == "recent" and self.n_tokens is None:
+            raise ValueError("importance 'recent': expected n_tokens, the length of the context")
+
+    @property
+    def label(self) -> str:
+        """What tells encodings with other weights apart."""
+        if self.log_weights is None:
+            return self.mode
+        weights = self.log_weights.float().cpu().numpy().tobytes()
+        return f"{self.mode}-{hashlib.blake2b(weights, digest_size=8).hexdigest()}"
+
+
+class TransformCodec(SegmentCodec):
+    """One level of ``transform``.
+
+    Parameters
+    ----------
+    layout
+        What the model caches.
+    tables
+        The model's statistics.
+    level
+        0, or how many refinements of it.
+    importance
+        How the encoder tells tokens apart; a decoder does not need it.
+    """
+
+    name = "transform"
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        tables: TransformTables,
+        level: int,
+        importance: Importance | None = None,
+    ) -> None:
+        super().__init__(layout)
+        self.config = tables.config
+        self.level = level
+        self.importance = importance or Importance()
+        self._tables = tables
+        self._groups = layer_groups(layout, tables.config.group)
+        self._group_of = {group.start: index for index, group in enumerate(self._groups)}
+
+    def members(self, layer: int) -> Sequence[int]:
+        return self._groups[self._group_of[layer]] if layer in self._group_of else ()
+
+    def encode(self, layer: int, tensors: Sequence[Tensor], start: int) -> bytes:
+        self.check_tensors(layer, tensors)
+        sinks = self._sinks(start, tensors[0].shape[1])
+        parts = [tensor_bytes(tensor[:, :sinks]) for tensor in tensors] if self.level == 0 else []
+        planes = self._quantise(layer, [tensor[:, sinks:] for tensor in tensors], start + sinks)
+        if self.level == 0 and planes:
+            coded = _encode_exponents(planes, self.config.max_exponent)
+            parts.append(struct.pack("<I", len(coded)) + coded)
+        for plane in planes:
+            for coded in self._encode_plane(layer, plane):
+                parts.append(struct.pack("<I", len(coded)) + coded)
+        return b"".join(parts)
+
+    def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
+        self.check_tensors(layer, out)
+        reader = ByteReader(data, f"transform segments of layer {layer}")
+        sinks = self._sinks(start, out[0].shape[1])
+        for tensor in out:
+            head = tensor[:, :sinks]
+            raw = reader.take(head.numel() * head.element_size())
+            head.copy_(tensor_from_bytes(raw, tuple(head.shape), head.dtype))
+        tokens = out[0].shape[1] - sinks
+        if tokens:
+            coefficients = self._decode_coefficients(reader, layer, tokens)
+            table = self._tables.groups[self._group_of[layer]]
+            x = synthesise(table, self._widths(layer), coefficients, tokens, out[0].device)
+            rest = [tensor[:, sinks:] for tensor in out]
+            store_channels(self.layout, self.specs(layer), x, rest, start + sinks)
+        reader.finish()
+
+    def coded_planes(
+        self, layer: int, tensors: Sequence[Tensor], start: int
+    ) -> Iterator[CodedPlane]:
+        """What :meth:`encode` codes with tables of scale classes, for counting."""
+        sinks = self._sinks(start, tensors[0].shape[1])
+        for plane in self._quantise(layer, [t[:, sinks:] for t in tensors], start + sinks):
+            classes, low_bits, below = self._rows(layer, plane.exponent, self.level)
+            integers = plane.q[below:] >> low_bits[below:, None]
+            yield CodedPlane(classes, low_bits, integers, _thirds(plane.q[:below]))
+
+    def _sinks(self, start: int, tokens: int) -> int:
+        return min(max(self.config.sinks - start, 0), tokens)
+
+    def _widths(self, layer: int) -> list[int]:
+        """Channels of each layer of a group."""
+        return [self.layout.layers[member].channels for member in self.members(layer)]
+
+    def _sigma(self, layer: int) -> NDArray[np.float32]:
+        return self._tables.groups[self._group_of[layer]].sigma
+
+    def _rows(
+        self, layer: int, exponent: int, level: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+        """Scale class and low bits of each coefficient coded at a level, and how many below it."""
+        sigma = self._sigma(layer)
+        scale = self.config.scale(level, exponent)
+        below = n_coded(sigma, self.config.scale(level - 1, exponent)) if level else 0
+        classes, low_bits = classify(sigma[: n_coded(sigma, scale)], scale)
+        return classes, low_bits if level == 0 else np.zeros_like(low_bits), below
+
+    def _quantise(self, layer: int, tensors: Sequence[Tensor], start: int) -> list[_Plane]:
+        """The coefficients of tokens after the sinks, by exponent."""
+        group = self._group_of[layer]
+        x = channels(self.layout, self.specs(layer), tensors, start)
+        if not torch.isfinite(x).all():
+            raise ValueError(
+                f"layer {layer}: the cache holds NaN or infinity, which `transform` cannot "
+                "represent; use the level `lossless`"
+            )
+        if not len(x):
+            return []
+        exponents = self._exponents(layer, tensors, start)
+        sigma, finest = self._sigma(layer), self.config.levels - 1
+        n_rows = n_coded(sigma, self.config.scale(self.level, int(exponents.min())))
+        mean = torch.from_numpy(self._tables.groups[group].mean).to(x.device)
+        analysis = self._tables.analysis.get(group, self._widths(layer), x.device)
+        settle_threads()
+        # Products of one size, so that a coefficient is the same to the bit at every level.
+        n_products = max(1, -(-n_rows // ROWS_PER_PRODUCT))
+        centred, blocks = x - mean, torch.split(analysis, ROWS_PER_PRODUCT, dim=1)
+        y = torch.cat([centred @ block for block in blocks[:n_products]], dim=1)
+        planes = []
+        for exponent in np.unique(exponents):
+            columns = np.flatnonzero(exponents == exponent)
+            rows = n_coded(sigma, self.config.scale(self.level, exponent))
+            part = y[torch.from_numpy(columns).to(x.device), :rows].T
+            q = torch.round(part / self.config.scale(finest, exponent))
+            if not bool((q.abs() <= LARGEST).all()):
+                raise ValueError(
+                    f"layer {layer}: the cache holds a value {LARGEST:.0e} steps away from all "
+                    "that was profiled, which `transform` cannot represent; use `lossless`"
+                )
+            coarse = REFINEMENT ** (finest - self.level)
+            nested = torch.div(q.int() + coarse // 2, coarse, rounding_mode="floor")
+            planes.append(_Plane(int(exponent), columns, nested.cpu().numpy()))
+        return planes
+
+    def _exponents(self, layer: int, tensors: Sequence[Tensor], start: int) -> NDArray[np.int64]:
+        """log_sqrt2 of each token's w."""
+        table = self._tables.groups[self._group_of[layer]]
+        n_tokens = tensors[0].shape[1]
+        log_sensitivity = torch.zeros(n_tokens)
+        if self.importance.mode != "flat":
+            features = importance_features(tensors, start, self.importance.n_tokens)
+            weights = table.recency if self.importance.mode == "recent" else table.importance
+            used = features[:, : len(weights) - 1]
+            log_sensitivity += used @ torch.from_numpy(weights[:-1]) + weights[-1]
+        if self.importance.log_weights is not None:
+            log_sensitivity += self.importance.log_weights[start : start + n_tokens].float().cpu()
+        exponents = torch.round(-self.config.importance_power * log_sensitivity / math.log(2))
+        limit = self.config.max_exponent
+        return torch.nan_to_num(exponents).clamp(-limit, limit).long().numpy()
+
+    def _encode_plane(self, layer: int, plane: _Plane) -> tuple[bytes, bytes]:
+        classes, low_bits, below = self._rows(layer, plane.exponent, self.level)
+        q, rows = plane.q, rows_per_stream(len(plane.columns))
+        integers = q[below:] >> low_bits[below:, None]
+        coded = encode_integers(integers, classes[below:], self._tables.classes, rows)
+        if self.level:
+            thirds = self._tables.thirds
+            return encode_symbols(_thirds(q[:below]), classes[:below], thirds, rows), coded
+        n_low = int(np.count_nonzero(low_bits))
+        low = (q[:n_low] & ((1 << low_bits[:n_low, None]) - 1)).astype(np.uint8)
+        return coded, encode_symbols(low, low_bits[:n_low], UNIFORM, rows)
+
+    def _decode_coefficients(
+        self, reader: ByteReader, layer: int, tokens: int
+    ) -> list[tuple[float, NDArray[np.int64], NDArray[np.int32]]]:
+        """(step * w, columns, integers) by exponent."""
+        coded = reader.take(reader.unpack("<I")[0])
+        exponents = _decode_exponents(coded, tokens, self.config.max_exponent)
+        planes = [
+            _Plane(int(exponent), np.flatnonzero(exponents == exponent), np.empty((0, 0), np.int32))
+            for exponent in np.unique(exponents)
+        ]
+        for level in range(self.level + 1):
+            planes = [self._decode_plane(reader, layer, plane, level) for plane in planes]
+        return [
+            (self.config.scale(self.level, plane.exponent), plane.columns, plane.q)
+            for plane in planes
+        ]
+
+    def _decode_plane(self, reader: ByteReader, layer: int, plane: _Plane, level: int) -> _Plane:
+        """A plane as a level refines it."""
+        classes, low_bits, below = self._rows(layer, plane.exponent, level)
+        tokens = len(plane.columns)
+        rows = rows_per_stream(tokens)
+        first, second = (reader.take(reader.unpack("<I")[0]) for _ in range(2))
+        shape = (len(classes) - below, tokens)
+        coded = second if level else first
+        q = decode_integers(coded, shape, classes[below:], self._tables.classes, rows)
+        if level:
+            thirds = decode_symbols(
+                first, (below, tokens), classes[:below], self._tables.thirds, rows
+            )
+            q = np.concatenate((_refine(plane.q, thirds), q))
+        else:
+            n_low = int(np.count_nonzero(low_bits))
+            low = decode_symbols(second, (n_low, tokens), low_bits[:n_low], UNIFORM, rows)
+            q[:n_low] = (q[:n_low] << low_bits[:n_low, None]) | low
+        return _Plane(plane.exponent, plane.columns, q)
+
+
+@dataclass(frozen=True)
+class CodedPlane:
+    """What is coded of the tokens of one exponent at one level.
+
+    Attributes
+    ----------
+    classes, low_bits
+        int32 [R]: scale class and low bits of every coefficient coded at this level.
+    integers
+        int32 [rows, T']: the last of them, without their low bits.
+    thirds
+        uint8 [rows, T']: the first of them, which the level below codes too.
+    """
+
+    classes: NDArray[np.int32]
+    low_bits: NDArray[np.int32]
+    integers: NDArray[np.int32]
+    thirds: NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Plane:
+    """The coefficients of the tokens of one exponent.
+
+    ``columns`` int64 [T'] are the tokens, ``q`` int32 [K', T'] their coefficients.
+    """
+
+    exponent: int
+    columns: NDArray[np.int64]
+    q: NDArray[np.int32]
+
+
+def _thirds(q: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Which third of the coarser level's bin each ``q`` lies in, counted from zero outwards."""
+    third = (q + 1) % REFINEMENT - 1  # -1, 0, 1
+    return (np.where(q < -1, -third, third) + 1).astype(np.uint8)
+
+
+def _refine(q: NDArray[np.int32], thirds: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """Inverse of :func:`_thirds`, from the coarser level's ``q``."""
+    third = thirds.astype(np.int32) - 1
+    return REFINEMENT * q + np.where(q < 0, -third, third)
+
+
+def importance_features(tensors: Sequence[Tensor], start: int, n_tokens: int | None) -> Tensor:
+    """What the regression of a token's importance knows of it, float32 ``[T, features + 1]``.
+
+    Log norms of its values per tensor and head ``[H, T, D]``; then, if the context's length is
+    known, the log of its distance from the end.
+    """
+    norms = [tensor.float().square().sum(-1).cpu() for tensor in tensors]  # [H, T]
+    features = torch.cat(norms).clamp_min(1e-20).log().T
+    if n_tokens is None:
+        return features
+    distance = torch.arange(n_tokens - start, n_tokens - start - len(features), -1)
+    return torch.cat((features, distance.clamp_min(1).log()[:, None]), dim=1)
+
+
+def _encode_exponents(planes: Sequence[_Plane], limit: int) -> bytes:
+    """Frequencies of the 2 * limit + 1 exponents, then the plane coded with them."""
+    symbols = np.empty((1, sum(len(plane.columns) for plane in planes)), np.uint8)
+    for plane in planes:
+        symbols[0, plane.columns] = plane.exponent + limit
+    counts = np.bincount(symbols[0], minlength=2 * limit + 1)
+    freqs = normalise_counts(counts, keep=np.flatnonzero(counts))
+    bank = TableBank(freqs, np.array([0, len(freqs)], np.int32))
+    return freqs.astype("<u2").tobytes() + encode_symbols(symbols, np.zeros(1, int), bank, 1)
+
+
+def _decode_exponents(data: bytes, tokens: int, limit: int) -> NDArray[np.int64]:
+    n_table = 2 * (2 * limit + 1)
+    if len(data) < n_table:
+        raise FormatError(f"token steps: expected at least {n_table} bytes, found {len(data)}")
+    freqs = np.frombuffer(data[:n_table], "<u2").astype(np.uint16)
+    bank = TableBank(freqs, np.array([0, len(freqs)], np.int32))
+    bank.validate()
+    symbols = decode_symbols(data[n_table:], (1, tokens), np.zeros(1, int), bank, 1)
+    return symbols[0].astype(np.int64) - limit
