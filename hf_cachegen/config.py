@@ -22,6 +22,9 @@ FORMAT_VERSION = 1
 CHUNK_TOKENS = 1500
 """Tokens per chunk (CacheGen, SIGCOMM 2024, section 5)."""
 
+GRADIENT_SAMPLES = 40
+"""Samples that a profile takes gradients on: docs/log.md has what more of them are worth."""
+
 PROB_BITS = 12
 """Static probabilities are integers that sum to ``1 << PROB_BITS``."""
 

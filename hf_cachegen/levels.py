@@ -2,63 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from hf_cachegen.artifact.manifest import LevelRecord
 from hf_cachegen.codec.base import SegmentCodec
-from hf_cachegen.codec.delta import DeltaCodec
+from hf_cachegen.codec.delta import DeltaCodec, DeltaTables
 from hf_cachegen.codec.exact import LosslessCodec, RawCodec
+from hf_cachegen.codec.transform import Importance, Mode, TransformCodec
+from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout
-from hf_cachegen.tables import ModelTable
+from hf_cachegen.tables import CodecTables, ModelTable
 
 LOSSLESS = LevelRecord(name="lossless", codec="lossless", exact=True)
 RAW = LevelRecord(name="raw", codec="raw", exact=True)
 
+IMPORTANCE = "importance"
+"""Parameter of a level that tells its encodings apart; decoding does not depend on it."""
 
-def delta_levels(table: ModelTable) -> tuple[LevelRecord, ...]:
-    """The lossy levels of a table, coarse to fine."""
+TABLE_CODECS = ("transform", "delta")
+"""Codecs that need a model table, in ladder order.
+
+A ladder goes from coarse to fine, and readers pick from it by position. At equal quality
+``transform`` takes a fraction of the bytes of ``delta``, so all of its levels come before those of
+``delta``, and exact ones last: what comes later costs more, as a rule.
+"""
+
+
+def lossy_levels(table: ModelTable, codec: str) -> tuple[LevelRecord, ...]:
+    """The levels of one of a table's codecs, coarse to fine; none if the table lacks the codec."""
+    tables = table.tables.get(codec)
+    if tables is None:
+        return ()
+    parameter, steps = _steps(tables)
+    nested = isinstance(tables, TransformTables)
     return tuple(
         LevelRecord(
-            name=f"delta-{index}",
-            codec="delta",
-            params={"level": index, "factor": factor},
+            name=f"{codec}-{index}",
+            codec=codec,
+            params={"level": index, parameter: step},
             exact=False,
+            refines=f"{codec}-{index - 1}" if nested and index else None,
         )
-        for index, factor in enumerate(table.record.params.factors)
+        for index, step in enumerate(steps)
     )
 
 
 def available_levels(table: ModelTable | None) -> tuple[LevelRecord, ...]:
-    """Every level there is, coarse to fine; without a table only exact ones."""
-    return (*(delta_levels(table) if table else ()), LOSSLESS, RAW)
+    """Every level there is, in ladder order; without a table only exact ones."""
+    lossy = [lossy_levels(table, codec) for codec in TABLE_CODECS] if table else []
+    return (*(level for levels in lossy for level in levels), LOSSLESS, RAW)
 
 
 def default_levels(table: ModelTable | None) -> tuple[LevelRecord, ...]:
-    """What an artefact holds: every lossy level and ``lossless``, which is ``raw`` but smaller."""
-    return available_levels(table)[:-1]
+    """What an artefact holds: the levels of the table's best codec, and ``lossless``.
+
+    Others, such as ``raw``, which is ``lossless`` but larger, are there by name.
+    """
+    lossy = [lossy_levels(table, codec) for codec in TABLE_CODECS] if table else []
+    return (*next(filter(None, lossy), ()), LOSSLESS)
 
 
 def select_levels(
     available: tuple[LevelRecord, ...], names: Sequence[str]
 ) -> tuple[LevelRecord, ...]:
-    """The named levels in ladder order; ValueError lists what there is if a name is unknown."""
-    unknown = [name for name in names if name not in {level.name for level in available}]
+    """The named levels and those they refine, in ladder order.
+
+    ValueError lists what there is if a name is unknown.
+    """
+    known = {level.name: level for level in available}
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise ValueError(
             f"unknown level {', '.join(map(repr, unknown)) or '(none given)'}; "
-            f"expected some of {', '.join(level.name for level in available)}"
+            f"expected some of {', '.join(known)}"
         )
-    return tuple(level for level in available if level.name in names)
+    wanted = set(names)
+    for level in reversed(available):
+        if level.name in wanted and level.refines is not None:
+            wanted.add(level.refines)
+    return tuple(level for level in available if level.name in wanted)
 
 
-def codec_for(level: LevelRecord, layout: KVLayout, table: ModelTable | None) -> SegmentCodec:
+def weighted_levels(
+    levels: Iterable[LevelRecord], importance: Importance
+) -> tuple[LevelRecord, ...]:
+    """The levels with what tells an encoder's choice of importance, where they depend on it."""
+    return tuple(
+        level.model_copy(update={"params": {**level.params, IMPORTANCE: importance.label}})
+        if level.codec == "transform"
+        else level
+        for level in levels
+    )
+
+
+def recorded_importance(levels: Iterable[LevelRecord], n_tokens: int) -> Importance | None:
+    """The importance that levels record, for a context of ``n_tokens``.
+
+    None if they record several, or one that is more than a mode: the levels only identify weights
+    of the caller's own, and hold none of them. Levels that do not depend on it have the default.
+    """
+    labels = {level.params[IMPORTANCE] for level in levels if IMPORTANCE in level.params}
+    if not labels:
+        return Importance(n_tokens=n_tokens)
+    modes: tuple[Mode, ...] = get_args(Mode)
+    return next((Importance(mode, n_tokens) for mode in modes if labels == {mode}), None)
+
+
+def table_codecs(levels: Iterable[LevelRecord]) -> tuple[str, ...]:
+    """The codecs among these levels that need a model table."""
+    used = {level.codec for level in levels}
+    return tuple(codec for codec in TABLE_CODECS if codec in used)
+
+
+def codec_for(
+    level: LevelRecord,
+    layout: KVLayout,
+    table: ModelTable | None,
+    importance: Importance | None = None,
+) -> SegmentCodec:
     """The codec that encodes and decodes a level's segments.
+
+    ``importance`` is for codecs whose encoder can tell tokens apart.
 
     Raises
     ------
     TableMismatch
-        The level needs a table and there is none.
+        The level needs a table and there is none, or one without this codec.
     FormatError
         The level names a codec or parameters that this version does not know.
     """
@@ -66,17 +137,38 @@ def codec_for(level: LevelRecord, layout: KVLayout, table: ModelTable | None) ->
         return RawCodec(layout)
     if level.codec == "lossless":
         return LosslessCodec(layout)
-    if level.codec != "delta":
+    if level.codec not in TABLE_CODECS:
         raise FormatError(
             f"level {level.name!r}: unknown codec {level.codec!r}; upgrade hf-cachegen"
         )
     if table is None:
         raise TableMismatch(f"level {level.name!r} needs the model's table, and none was given")
-    index = level.params.get("level")
-    factors = table.record.params.factors
-    known = isinstance(index, int) and 0 <= index < len(factors)
-    if not known or factors[int(index or 0)] != level.params.get("factor"):
-        raise FormatError(
-            f"level {level.name!r}: parameters {level.params} do not fit the table's {factors}"
+    tables = table.tables.get(level.codec)
+    if tables is None:
+        raise TableMismatch(
+            f"level {level.name!r} needs a table with the codec {level.codec!r}, the given one "
+            f"holds {', '.join(table.tables)}"
         )
-    return DeltaCodec(layout, table.tables, int(index or 0))
+    index = _level_index(level, tables)
+    if isinstance(tables, DeltaTables):
+        return DeltaCodec(layout, tables, index)
+    return TransformCodec(layout, tables, index, importance)
+
+
+def _steps(tables: CodecTables) -> tuple[str, tuple[float, ...]]:
+    """What a codec's levels differ in: its name in a level's parameters, and each level's value."""
+    if isinstance(tables, DeltaTables):
+        return "factor", tables.config.factors
+    return "step", tables.config.steps
+
+
+def _level_index(level: LevelRecord, tables: CodecTables) -> int:
+    """The position of a level among its codec's."""
+    name, steps = _steps(tables)
+    params = {key: value for key, value in level.params.items() if key != IMPORTANCE}
+    for index, step in enumerate(steps):
+        if type(params.get("level")) is int and params == {"level": index, name: step}:
+            return index
+    raise FormatError(
+        f"level {level.name!r}: parameters {level.params} do not fit the table's {name}s, {steps}"
+    )

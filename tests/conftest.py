@@ -16,8 +16,10 @@ os.environ |= {
 for _name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
     os.environ.pop(_name, None)
 
+from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
@@ -28,6 +30,20 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+
+from hf_cachegen.codec.bank import TableBank, normalise_counts  # noqa: E402
+from hf_cachegen.codec.integer_tables import build_integer_bank  # noqa: E402
+from hf_cachegen.codec.scale_classes import N_CLASSES  # noqa: E402
+from hf_cachegen.codec.transform_tables import (  # noqa: E402
+    THIRDS_STARTS,
+    GroupTables,
+    TransformConfig,
+    TransformTables,
+    group_specs,
+    layer_groups,
+)
+from hf_cachegen.layout import KVLayout  # noqa: E402
+from hf_cachegen.streaming.policy import Policy, Refinement, StreamState  # noqa: E402
 
 # On tensors this small, threads only wait for each other, the more so under pytest-xdist.
 torch.set_num_threads(1)
@@ -91,3 +107,70 @@ def tiny_model_folder(
 def tiny_text() -> str:
     """Some 700 tokens of text for the tiny tokenizer."""
     return "\n".join(f"{number}. {sentence}" for number in range(10) for sentence in SENTENCES)
+
+
+@pytest.fixture(scope="session")
+def random_transform_tables() -> Callable[..., TransformTables]:
+    """``random_transform_tables(layout, seed, **config)``: well-formed and of no model."""
+
+    def build(layout: KVLayout, seed: int = 0, **config: object) -> TransformTables:
+        rng = np.random.default_rng(seed)
+        params = TransformConfig(**{"group": 2, "step": 0.5, "levels": 2, **config})
+        groups = layer_groups(layout, params.group)
+        counts = rng.integers(1, 100, (N_CLASSES, 9), np.int32)
+        return TransformTables(
+            params,
+            tuple(_random_group(rng, layout, group) for group in groups),
+            build_integer_bank(counts, -4, np.zeros(N_CLASSES, np.int32)),
+            TableBank(normalise_counts(np.ones(3 * N_CLASSES), THIRDS_STARTS), THIRDS_STARTS),
+            np.ones(params.levels, np.float32),
+        )
+
+    return build
+
+
+def _random_group(rng: np.random.Generator, layout: KVLayout, group: range) -> GroupTables:
+    widths = [layout.layers[layer].channels for layer in group]
+    channels, kept = sum(widths), sum(widths) // 2
+    features = sum(spec.heads for spec in group_specs(layout, group))
+    triangles = [(np.eye(c) + 0.1 * rng.normal(size=(c, c)))[np.tril_indices(c)] for c in widths]
+    return GroupTables(
+        mean=rng.normal(size=channels).astype(np.float32),
+        unwhitener=np.concatenate(triangles).astype(np.float16),
+        unwhitener_scale=np.ones(len(group), np.float32),
+        basis=rng.integers(-127, 128, (kept, channels), np.int8),
+        basis_low=rng.integers(-128, 128, (kept // 2, channels), np.int8),
+        coefficient_scale=np.full(kept, 1 / 127, np.float32),
+        sigma=np.linspace(2, 0.1, kept, dtype=np.float32),
+        importance=rng.normal(size=features + 1).astype(np.float32),
+        recency=rng.normal(size=features + 2).astype(np.float32),
+    )
+
+
+class Scripted(Policy):
+    """Chooses the levels given, then the refinements given, and keeps the states that it saw."""
+
+    adapts = False
+
+    def __init__(self, levels: Sequence[int], refinements: Sequence[Refinement] = ()) -> None:
+        self._until_s = float("inf") if refinements else 0.0
+        self.states: list[StreamState] = []
+        self._levels = levels
+        self._refinements = iter(refinements)
+
+    def choose(self, state: StreamState) -> int:
+        self.states.append(state)
+        return self._levels[state.next_chunk]
+
+    def refines_until_s(self, state: StreamState) -> float:
+        return self._until_s
+
+    def refine(self, state: StreamState) -> Refinement | None:
+        self.states.append(state)
+        return next(self._refinements, None)
+
+
+@pytest.fixture(scope="session")
+def scripted() -> type[Scripted]:
+    """``scripted(levels, refinements)``, see :class:`Scripted`."""
+    return Scripted

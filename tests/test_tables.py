@@ -1,10 +1,10 @@
-"""Model tables on a disk: whole, damaged, of something else."""
+"""Model tables on a disk: whole, in part, damaged, of something else."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from hf_cachegen.codec.delta import DeltaConfig, DeltaTables
 from hf_cachegen.codec.delta_profile import DeltaProfiler
-from hf_cachegen.errors import FormatError, StoreNotFound, TableMismatch
+from hf_cachegen.codec.transform_tables import TransformConfig, TransformTables
+from hf_cachegen.errors import FormatError, StoreError, StoreNotFound, TableMismatch
 from hf_cachegen.layout import KVLayout, LayerSpec, RopeSpec, TensorSpec
 from hf_cachegen.stores import LocalStore
-from hf_cachegen.tables import ARRAYS_NAME, CARD_NAME, RECORD_NAME, ModelTable
+from hf_cachegen.tables import CARD_NAME, RECORD_NAME, ModelTable, TableRecord
 
 ROPE = RopeSpec(inv_freq=(1.0, 0.1), attention_scaling=1.0, pairing="half")
 TENSORS = (
@@ -30,25 +31,43 @@ TENSORS = (
 LAYER = LayerSpec(kind="full_attention", tensors=TENSORS)
 LAYOUT = KVLayout(dtype="float32", ropes={"default": ROPE}, layers=(LAYER, LAYER))
 
+DELTA, TRANSFORM = "delta.safetensors", "transform.safetensors"
+FILES = (RECORD_NAME, DELTA, TRANSFORM)
+
 Arrays = dict[str, NDArray[Any]]
 
 
-def make(seed: int = 0, config: DeltaConfig | None = None) -> ModelTable:
-    """A table of two layers, profiled on noise."""
+def delta_tables(seed: int = 0, config: DeltaConfig | None = None) -> DeltaTables:
+    """Of two layers, profiled on noise."""
     profiler = DeltaProfiler(LAYOUT, config or DeltaConfig(factors=(1.0, 0.5)))
     generator = torch.Generator().manual_seed(seed)
     layers = [[torch.randn(2, 60, 4, generator=generator) for _ in TENSORS] for _ in range(2)]
     for observe in (profiler.observe_moments, profiler.observe_counts):
         for index, tensors in enumerate(layers):
             observe(index, tensors, 0)
-    return ModelTable.build(
-        profiler.finish(), model_id="me/it", config="ab" * 16, layout=LAYOUT, data=(("noise", 60),)
-    )
+    return profiler.finish()
+
+
+def build(*tables: DeltaTables | TransformTables, **changes: Any) -> ModelTable:
+    fields = {"model_id": "me/it", "config": "ab" * 16, "layout": LAYOUT, "data": (("noise", 60),)}
+    return ModelTable.build(*tables, **{**fields, **changes})
 
 
 @pytest.fixture(scope="module")
-def table() -> ModelTable:
-    return make()
+def transform(random_transform_tables: Callable[..., TransformTables]) -> TransformTables:
+    return random_transform_tables(LAYOUT)
+
+
+@pytest.fixture(scope="module")
+def table(transform: TransformTables) -> ModelTable:
+    """Of both codecs."""
+    return build(transform, delta_tables())
+
+
+@pytest.fixture(scope="module")
+def other(random_transform_tables: Callable[..., TransformTables]) -> ModelTable:
+    """Of both codecs, with other values in every file."""
+    return build(random_transform_tables(LAYOUT, seed=1), delta_tables(seed=1))
 
 
 @pytest.fixture
@@ -56,54 +75,174 @@ def folder(table: ModelTable, tmp_path: Path) -> Path:
     return table.save(tmp_path / "table", card="# A card")
 
 
-def load(folder: Path, *inside: str) -> ModelTable:
-    return ModelTable.load(LocalStore(folder), *inside)
+class CountingStore(LocalStore):
+    """A folder that remembers what was read of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reads: list[str] = []
+
+    def _pieces(
+        self, path: str, offset: int, size: int | None, max_bytes: int
+    ) -> Generator[bytes, None, None]:
+        self.reads.append(path)
+        return super()._pieces(path, offset, size, max_bytes)
 
 
-def rewrite(folder: Path, arrays: Arrays) -> None:
-    """Replace the arrays of a saved table, digest included."""
-    layout_table = load(folder)
+def load(folder: Path, *part: Any, **options: Any) -> ModelTable:
+    return ModelTable.load(LocalStore(folder), *part, **options)
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def same_arrays(one: Arrays, two: Arrays) -> bool:
+    return one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def rewrite(folder: Path, codec: str, arrays: Arrays) -> None:
+    """Replace the arrays in one file of a saved table, and what ``table.json`` says of it."""
     payload = safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in arrays.items()})
-    (folder / ARRAYS_NAME).write_bytes(payload)
-    record = json.loads(layout_table.record.model_dump_json())
-    record["arrays"] = hashlib.blake2b(payload, digest_size=16).hexdigest()
+    (folder / f"{codec}.safetensors").write_bytes(payload)
+    record = json.loads((folder / RECORD_NAME).read_text())
+    entry = next(entry for entry in record["codecs"] if entry["codec"] == codec)
+    digest = hashlib.blake2b(payload, digest_size=16).hexdigest()
+    entry["arrays"] = {"digest": digest, "size_bytes": len(payload)}
     (folder / RECORD_NAME).write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize("group", [0, 10])
 @pytest.mark.parametrize("tables", ["channel", "tensor"])
-def test_saved_table_is_loaded_as_it_was(group: int, tables: Any, tmp_path: Path) -> None:
-    table = make(config=DeltaConfig(group=group, tables=tables, factors=(1.0, 0.5)))
+def test_saved_delta_table_is_loaded_as_it_was(group: int, tables: Any, tmp_path: Path) -> None:
+    config = DeltaConfig(group=group, tables=tables, factors=(1.0, 0.5))
+    table = build(delta_tables(config=config))
     found = load(table.save(tmp_path / "table"))
     assert found.record == table.record
-    assert found.digest == table.digest
-    assert found.payload == table.payload
-    arrays, expected = found.tables.to_arrays(), table.tables.to_arrays()
-    assert arrays.keys() == expected.keys()
-    assert all(np.array_equal(arrays[name], expected[name]) for name in arrays)
-    sizes = [path.stat().st_size for path in (tmp_path / "table").iterdir()]
-    assert table.size_bytes == sum(sizes)
+    assert found.payloads == table.payloads
+    assert same_arrays(found.tables["delta"].to_arrays(), table.tables["delta"].to_arrays())
+    assert names_in(tmp_path / "table") == {RECORD_NAME, DELTA}
+
+
+def test_saved_table_of_two_codecs_is_loaded_as_it_was(folder: Path, table: ModelTable) -> None:
+    found = load(folder)
+    assert found.record == table.record
+    assert found.payloads == table.payloads
+    for codec in ("transform", "delta"):
+        one, two = found.tables[codec], table.tables[codec]
+        assert one.config == two.config
+        assert same_arrays(one.to_arrays(), two.to_arrays())
+    assert names_in(folder) == {*FILES, CARD_NAME}
+    assert table.size_bytes() == sum((folder / name).stat().st_size for name in FILES)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "files"),
+    [
+        (None, [TRANSFORM, DELTA]),
+        (["delta"], [DELTA]),
+        (["transform"], [TRANSFORM]),
+        (["delta", "transform"], [TRANSFORM, DELTA]),
+    ],
+)
+def test_part_reads_and_writes_its_own_files_only(
+    folder: Path, table: ModelTable, codecs: list[str] | None, files: list[str], tmp_path: Path
+) -> None:
+    store = CountingStore(folder)
+    found = ModelTable.load(store, codecs=codecs)
+    assert store.reads == [RECORD_NAME, *files]
+    assert list(found.payloads) == files
+    assert {name for name in table.tables if f"{name}.safetensors" in files} == set(found.tables)
+    # The part is a table in its own right, the same as one that is saved in part.
+    copies = [found.save(tmp_path / "a"), table.save(tmp_path / "b", codecs=codecs)]
+    for copy in copies:
+        assert names_in(copy) == {RECORD_NAME, *files}
+        assert load(copy).record == found.record
+        assert found.size_bytes() == sum(path.stat().st_size for path in copy.iterdir())
+
+
+def test_record_alone_is_read_for_what_it_says(folder: Path, table: ModelTable) -> None:
+    store = CountingStore(folder)
+    assert TableRecord.read(store) == table.record
+    assert store.reads == [RECORD_NAME]
+
+
+def test_files_that_are_not_needed_may_be_missing(folder: Path, table: ModelTable) -> None:
+    (folder / TRANSFORM).unlink()
+    with pytest.raises(StoreNotFound, match=TRANSFORM):
+        load(folder)
+    digest = table.record.digests["delta"]
+    assert load(folder, codecs=["delta"]).record.digests == {"delta": digest}
+
+
+def test_codec_that_the_table_lacks_is_named(folder: Path, tmp_path: Path) -> None:
+    alone = load(folder, codecs=["delta"])
+    with pytest.raises(TableMismatch, match=r"me/it holds delta; expected transform too"):
+        load(alone.save(tmp_path / "alone"), codecs=["delta", "transform"])
+    with pytest.raises(TableMismatch, match=r"holds delta; expected transform"):
+        alone.save(tmp_path / "copy", codecs=["transform"])
+    with pytest.raises(TableMismatch, match=r"holds transform, delta; expected \.\./delta too"):
+        load(folder, codecs=["../delta"])
+    with pytest.raises(ValueError, match="at least one codec"):
+        load(folder, codecs=[])
+    assert not (tmp_path / "copy").exists()
 
 
 def test_table_inside_another_folder(folder: Path, table: ModelTable) -> None:
-    assert load(folder.parent, "table").digest == table.digest
+    assert load(folder.parent, "table").record == table.record
     with pytest.raises(StoreNotFound, match=r"other/table\.json"):
         load(folder.parent, "other")
 
 
-def test_digest_is_of_what_decoding_depends_on(table: ModelTable) -> None:
-    def digest(**changes: Any) -> str:
-        record = table.record.model_copy(update=changes)
-        return ModelTable(record, table.tables, table.payload).digest
+def test_parts_are_joined_to_the_whole(folder: Path, table: ModelTable, tmp_path: Path) -> None:
+    parts = [load(folder, codecs=[codec]) for codec in ("transform", "delta")]
+    whole = ModelTable.join(parts)
+    assert whole.record == table.record
+    assert load(whole.save(tmp_path / "whole")).payloads == table.payloads
+    with pytest.raises(ValueError, match="each codec once"):
+        ModelTable.join([parts[0], whole])
+    bf16 = LAYOUT.model_copy(update={"dtype": "bfloat16"})
+    with pytest.raises(FormatError, match="several layouts"):
+        ModelTable.join([parts[0], build(delta_tables(), layout=bf16)])
 
-    assert digest(model_id="you/that", data=(("x", 1),), library_version="9") == table.digest
-    others = {
-        digest(arrays="0" * 32),
-        digest(params=DeltaConfig(factors=(1.0, 0.4))),
-        digest(layout=LAYOUT.model_copy(update={"dtype": "bfloat16"})),
-        make(seed=1).digest,
+
+def test_digests_are_of_what_segments_depend_on(
+    table: ModelTable, random_transform_tables: Callable[..., TransformTables]
+) -> None:
+    def transform_digest(seed: int = 0, fields: dict[str, Any] | None = None, **config: Any) -> str:
+        tables = random_transform_tables(LAYOUT, seed, **config)
+        return build(tables, **fields or {}).record.digests["transform"]
+
+    digest = table.record.digests["transform"]
+    assert transform_digest() == digest
+    assert transform_digest(fields={"model_id": "you/that", "data": (("x", 1),)}) == digest
+    changed = [
+        transform_digest(seed=1),
+        transform_digest(step=0.2),
+        transform_digest(fields={"layout": LAYOUT.model_copy(update={"dtype": "bfloat16"})}),
+    ]
+    assert len({digest, *changed, *table.record.digests.values()}) == 5
+
+
+def test_digest_of_a_codec_is_its_own(table: ModelTable, other: ModelTable) -> None:
+    delta, digests = table.tables["delta"], table.record.digests
+    for alone in (build(delta), build(delta, other.tables["transform"])):
+        assert alone.record.digests["delta"] == digests["delta"]
+    assert table.record.subset(["transform"]).digests == {"transform": digests["transform"]}
+
+
+def test_digest_is_the_one_of_the_format(table: ModelTable) -> None:
+    entry = next(entry for entry in table.record.codecs if entry.codec == "delta")
+    document = {
+        "codec": "delta",
+        "params": entry.params.model_dump(mode="json"),
+        "layout": LAYOUT.model_dump(mode="json"),
+        "arrays": hashlib.blake2b(table.payloads[DELTA], digest_size=16).hexdigest(),
+        "version": 2,
     }
-    assert len(others | {table.digest}) == 5
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    expected = hashlib.blake2b(canonical, digest_size=16).hexdigest()
+    assert table.record.digests["delta"] == expected
 
 
 def _without(name: str) -> Callable[[Arrays], Arrays]:
@@ -123,7 +262,7 @@ def _first(value: float) -> Callable[[NDArray[Any]], NDArray[Any]]:
     return change
 
 
-ARRAYS = tuple(make().tables.to_arrays())
+ARRAYS = tuple(delta_tables().to_arrays())
 DAMAGES: dict[str, Callable[[Arrays], Arrays]] = {
     **{f"no {name}": _without(name) for name in ARRAYS},
     **{f"short {name}": _with(name, lambda a: a[:-1]) for name in ARRAYS},
@@ -148,18 +287,33 @@ DAMAGES: dict[str, Callable[[Arrays], Arrays]] = {
 def test_arrays_that_are_no_table_are_refused(
     folder: Path, table: ModelTable, damage: Callable[[Arrays], Arrays]
 ) -> None:
-    rewrite(folder, damage(table.tables.to_arrays()))
+    rewrite(folder, "delta", damage(table.tables["delta"].to_arrays()))
     with pytest.raises(FormatError):
         load(folder)
 
 
+def test_each_file_has_the_arrays_of_its_codec(folder: Path, table: ModelTable) -> None:
+    right = table.tables["transform"].to_arrays()
+    wrong = (
+        {**right, "more": np.zeros(1, np.float32)},
+        dict(list(right.items())[1:]),
+        table.tables["delta"].to_arrays(),
+    )
+    for arrays in wrong:
+        rewrite(folder, "transform", arrays)
+        with pytest.raises(FormatError, match="table arrays: expected"):
+            load(folder)
+    assert "delta" in load(folder, codecs=["delta"]).tables
+
+
 def test_arrays_are_checked_against_the_layout(table: ModelTable) -> None:
     other = LAYOUT.model_copy(update={"layers": (LAYER,)})
+    delta = table.tables["delta"]
     with pytest.raises(FormatError, match=r"expected float32 \[16\]"):
-        DeltaTables.from_arrays(table.record.params, table.tables.to_arrays(), other)
+        DeltaTables.from_arrays(delta.config, delta.to_arrays(), other)
 
 
-@pytest.mark.parametrize("name", [RECORD_NAME, ARRAYS_NAME])
+@pytest.mark.parametrize("name", FILES)
 def test_damaged_or_missing_file_is_refused(folder: Path, name: str) -> None:
     intact = (folder / name).read_bytes()
     for position in range(0, len(intact), len(intact) // 40):
@@ -170,6 +324,10 @@ def test_damaged_or_missing_file_is_refused(folder: Path, name: str) -> None:
         (folder / name).write_bytes(intact[:position])
         with pytest.raises(FormatError, match=name):
             load(folder)
+    if name != RECORD_NAME:
+        (folder / name).write_bytes(intact + b"more")
+        with pytest.raises(StoreError, match=f"{name} .* holds {len(intact) + 4} bytes"):
+            load(folder)
     (folder / name).unlink()
     with pytest.raises(StoreNotFound, match=name):
         load(folder)
@@ -177,7 +335,15 @@ def test_damaged_or_missing_file_is_refused(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("version", 2), ("format", "other"), ("codec", "newer"), ("more", 1), ("arrays", "short")],
+    [
+        ("version", 1),
+        ("version", 3),
+        ("format", "other"),
+        ("more", 1),
+        ("codecs", []),
+        ("codecs", {}),
+        ("layout", {}),
+    ],
 )
 def test_record_of_another_kind_is_refused(folder: Path, field: str, value: Any) -> None:
     record = json.loads((folder / RECORD_NAME).read_text())
@@ -186,9 +352,48 @@ def test_record_of_another_kind_is_refused(folder: Path, field: str, value: Any)
         load(folder)
 
 
-def test_arrays_of_another_table_are_refused(folder: Path) -> None:
-    (folder / ARRAYS_NAME).write_bytes(make(seed=1).payload)
-    with pytest.raises(FormatError, match="damaged or of another table"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codec": "newer"}, "codecs.0.*newer"),
+        ({"codec": "../../etc/passwd"}, r"codecs.0.*expected tags: 'delta', 'transform'"),
+        ({"codec": "delta"}, "codecs.0"),
+        ({"codec": None}, "codecs.0"),
+        ({"params": {"levels": 0}}, "levels"),
+        ({"params": {"file": "x"}}, "file"),
+        ({"arrays": {"digest": "../../etc/passwd", "size_bytes": 1}}, "digest"),
+        ({"arrays": {"digest": "AB" * 16, "size_bytes": 1}}, "digest"),
+        ({"arrays": {"digest": "ab" * 16, "size_bytes": -1}}, "size_bytes"),
+        ({"arrays": {"digest": "ab" * 16, "size_bytes": 1 << 40}}, "size_bytes"),
+        ({"arrays": {"digest": "ab" * 16, "size_bytes": 1, "name": "/etc/passwd"}}, "name"),
+        ({"arrays": None}, "arrays"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_hostile_codec_in_a_record_is_refused(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    record = json.loads((folder / RECORD_NAME).read_text())
+    record["codecs"][0] |= changes
+    (folder / RECORD_NAME).write_text(json.dumps(record))
+    store = CountingStore(folder)
+    with pytest.raises(FormatError, match=message):
+        ModelTable.load(store)
+    assert store.reads == [RECORD_NAME]
+
+
+def test_codec_that_is_there_twice_is_refused(folder: Path) -> None:
+    record = json.loads((folder / RECORD_NAME).read_text())
+    record["codecs"].append(record["codecs"][0])
+    (folder / RECORD_NAME).write_text(json.dumps(record))
+    with pytest.raises(FormatError, match="each codec once"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_arrays_of_another_table_are_refused(folder: Path, other: ModelTable, name: str) -> None:
+    (folder / name).write_bytes(other.payloads[name])
+    with pytest.raises((FormatError, StoreError), match=name):
         load(folder)
 
 
@@ -206,23 +411,31 @@ def test_dtype_of_the_profile_does_not_matter_but_the_rope_does(table: ModelTabl
 def test_saving_again_keeps_the_files_and_replaces_the_card(
     folder: Path, table: ModelTable
 ) -> None:
-    before = (folder / ARRAYS_NAME).stat()
+    before = [(folder / name).stat() for name in FILES]
     table.save(folder, card="# Another card")
-    assert (folder / ARRAYS_NAME).stat() == before
+    assert [(folder / name).stat() for name in FILES] == before
     assert (folder / CARD_NAME).read_text() == "# Another card"
 
 
-def test_table_replaces_another_or_a_damaged_one(folder: Path, table: ModelTable) -> None:
-    other = make(seed=1)
+def test_table_replaces_another_or_a_damaged_one(
+    folder: Path, table: ModelTable, other: ModelTable
+) -> None:
     other.save(folder)
-    assert load(folder).digest == other.digest
-    (folder / ARRAYS_NAME).write_bytes(b"damaged")
+    assert load(folder).record == other.record
+    (folder / DELTA).write_bytes(b"damaged")
     other.save(folder)
-    assert load(folder).digest == other.digest
+    assert load(folder).record == other.record
     (folder / RECORD_NAME).unlink()
     table.save(folder)
-    assert load(folder).digest == table.digest
+    assert load(folder).record == table.record
     assert [path.name for path in folder.parent.iterdir()] == ["table"]
+
+
+def test_part_replaces_the_whole_and_the_whole_a_part(folder: Path, table: ModelTable) -> None:
+    table.save(folder, codecs=["transform"])
+    assert names_in(folder) == {RECORD_NAME, TRANSFORM}
+    table.save(folder)
+    assert names_in(folder) == set(FILES)
 
 
 def test_folder_of_other_files_is_not_touched(table: ModelTable, tmp_path: Path) -> None:
@@ -231,18 +444,23 @@ def test_folder_of_other_files_is_not_touched(table: ModelTable, tmp_path: Path)
         table.save(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     (tmp_path / "empty").mkdir()
-    assert load(table.save(tmp_path / "empty")).digest == table.digest
+    assert load(table.save(tmp_path / "empty")).record == table.record
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_several_may_save_the_same_table_at_once(
     table: ModelTable, tmp_path: Path, damaged: bool
 ) -> None:
-    target = tmp_path / "tables" / table.digest
+    target = tmp_path / "tables" / "one"
     if damaged:
         table.save(target)
-        (target / ARRAYS_NAME).write_bytes(b"damaged")
+        (target / DELTA).write_bytes(b"damaged")
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: table.save(target), range(32)))
-    assert load(target).digest == table.digest
-    assert [path.name for path in target.parent.iterdir()] == [table.digest]
+    assert load(target).record == table.record
+    assert [path.name for path in target.parent.iterdir()] == ["one"]
+
+
+def test_transform_config_is_part_of_the_record(table: ModelTable) -> None:
+    (entry,) = table.record.subset(["transform"]).codecs
+    assert entry.params == TransformConfig(group=2, step=0.5, levels=2)

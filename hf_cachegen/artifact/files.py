@@ -1,9 +1,12 @@
-"""Durable, atomic file writes: a name shows the old bytes or the new ones, never a part."""
+"""Durable, atomic writes: a name shows the old file or folder or the new one, never a part."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hf_cachegen.errors import StoreError
@@ -22,10 +25,7 @@ def write_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
     try:
         try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_flushed(temporary, data)
             os.replace(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -33,6 +33,48 @@ def write_file(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def holds_files(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether a folder has files of these names with just these bytes, whatever else it has."""
+    try:
+        return all((folder / name).read_bytes() == data for name, data in files.items())
+    except OSError:
+        return False
+
+
+def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Make ``folder`` one with these files and no others. It appears whole or not at all.
+
+    Others may do the same with the same files at the same time.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be written. What it held is still there.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    new, old = scratch / "new", scratch / "old"
+    try:
+        new.mkdir()
+        for name, data in files.items():
+            _write_flushed(new / name, data)
+        with contextlib.suppress(OSError):
+            new.rename(folder)  # fails unless there is nothing, or an empty folder
+        if holds_files(folder, files):
+            return
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(old)
+        try:
+            new.rename(folder)
+        except OSError:
+            if not holds_files(folder, files):
+                raise
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def sync_file(path: Path) -> None:
@@ -55,3 +97,10 @@ def sync_folder(folder: Path) -> None:
 def temporaries(folder: Path) -> Iterator[Path]:
     """Files that an interrupted :func:`write_file` left in a folder."""
     return folder.glob(f".*{_TEMPORARY_SUFFIX}")
+
+
+def _write_flushed(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
-from pydantic import StringConstraints
+from pydantic import Field, StringConstraints
 
 from hf_cachegen.errors import ModelMismatch, TableMismatch
 from hf_cachegen.layout import KVLayout, Record, canonical_json
@@ -18,6 +18,7 @@ TABLES_FOLDER: Final = "table"
 
 Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16,128}$")]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+CodecName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 _RepoId = Annotated[
     str,
     StringConstraints(
@@ -34,20 +35,29 @@ _SHOWN_DIFFERENCES = 12
 class TableRef(Record):
     """The model table an artefact was encoded with.
 
-    ``location`` is ``"embedded"`` or the id of the model table's repo.
+    Attributes
+    ----------
+    name
+        Model that the table is of, for people.
+    codecs
+        Digest of the table's part for each codec that the artefact uses. What else the table
+        holds makes no difference.
+    location
+        ``"embedded"`` or the id of the model table's repo.
     """
 
     name: Text
-    digest: Hex
+    codecs: dict[CodecName, Hex] = Field(min_length=1, max_length=16)
     location: _RepoId
 
     @property
     def folder(self) -> str:
         """Where an embedded table's files are in the artefact.
 
-        Named by the digest, so that another table never replaces one still in use.
+        Named by the digests, so that another table never replaces one still in use.
         """
-        return f"{TABLES_FOLDER}/{self.digest[:32]}"
+        name = hashlib.blake2b(canonical_json(self.codecs), digest_size=16).hexdigest()
+        return f"{TABLES_FOLDER}/{name}"
 
 
 class Identity(Record):

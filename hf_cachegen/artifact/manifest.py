@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, StringConstraints, ValidationError, model_validator
 
-from hf_cachegen.artifact.identity import Identity, Text
+from hf_cachegen.artifact.identity import CodecName, Identity, Text
 from hf_cachegen.config import CHUNKS_FOLDER, FORMAT_VERSION, MANIFEST_NAME
 from hf_cachegen.container import MAX_CHUNK_TOKENS, MAX_LEVELS, index_size_bytes
 from hf_cachegen.errors import FormatError
@@ -53,12 +53,21 @@ class TokensRecord(Record):
 
 
 class LevelRecord(Record):
-    """One quality. ``exact`` says that decoding gives back the cache bit by bit."""
+    """One quality.
+
+    Attributes
+    ----------
+    exact
+        Decoding gives back the cache bit by bit.
+    refines
+        The level that this one adds to: its segments are read first. None if it stands alone.
+    """
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,63}$")]
-    codec: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
+    codec: CodecName
     params: dict[Text, int | float | str | bool] = Field(default_factory=dict, max_length=256)
     exact: bool
+    refines: Text | None = None
 
 
 class ChunkRecord(Record):
@@ -75,7 +84,7 @@ class ChunkRecord(Record):
     index_digest
         :attr:`hf_cachegen.container.ChunkIndex.digest`.
     level_bytes
-        Bytes of each level's segments, coarsest first.
+        Bytes of each level's own segments, coarsest first; see :meth:`Manifest.read_bytes`.
     skipped
         See :data:`Skipped`; by layer, and only layers that skip tokens.
     source
@@ -156,6 +165,21 @@ class Manifest(Record):
         """Layers of the cache."""
         return len(self.identity.layout.layers)
 
+    def chain(self, level: int) -> tuple[int, ...]:
+        """The levels whose segments reading a level takes: those it refines, coarse first."""
+        refined = self.levels[level].refines
+        if refined is None:
+            return (level,)
+        names = [record.name for record in self.levels]
+        return (*self.chain(names.index(refined)), level)
+
+    def read_bytes(self, chunk: int) -> tuple[int, ...]:
+        """Bytes of a chunk that reading each level takes, coarsest first."""
+        own = self.chunks[chunk].level_bytes
+        return tuple(
+            sum(own[part] for part in self.chain(level)) for level in range(len(self.levels))
+        )
+
     @model_validator(mode="after")
     def _check_levels(self) -> Self:
         check_levels(self.levels)
@@ -215,10 +239,16 @@ class _Head(BaseModel):
 
 
 def check_levels(levels: Sequence[LevelRecord]) -> None:
-    """Raise ValueError unless there are 1 to 64 levels and their names differ."""
+    """Raise ValueError unless there are 1 to 64 levels, each once and after what it refines."""
     names = [level.name for level in levels]
     if not 1 <= len(names) <= MAX_LEVELS or len(set(names)) != len(names):
         raise ValueError(f"expected 1 to {MAX_LEVELS} levels with different names, found {names}")
+    for position, level in enumerate(levels):
+        if level.refines is not None and level.refines not in names[:position]:
+            raise ValueError(
+                f"level {level.name} refines {level.refines}: expected that among the levels "
+                f"before it, found {names[:position]}"
+            )
 
 
 def token_bytes(token_ids: NDArray[np.int32]) -> bytes:

@@ -15,7 +15,7 @@ class LevelSummary:
     Attributes
     ----------
     size_bytes
-        Bytes of its segments.
+        Bytes that reading it takes, those of the levels it refines included.
     bits_per_value
         Bits for each number that the artefact holds.
     ratio
@@ -44,7 +44,8 @@ def summarise_levels(manifest: Manifest) -> list[LevelSummary]:
     """Every level with its size, coarse to fine."""
     n_values = stored_values(manifest)
     raw_bytes = n_values * DTYPE_BYTES[manifest.identity.layout.dtype]
-    sizes = [sum(sizes) for sizes in zip(*(c.level_bytes for c in manifest.chunks), strict=True)]
+    by_chunk = [manifest.read_bytes(chunk) for chunk in range(len(manifest.chunks))]
+    sizes = [sum(sizes) for sizes in zip(*by_chunk, strict=True)]
     return [
         LevelSummary(
             name=level.name,

@@ -52,7 +52,7 @@ _ADVICE = "choose another folder, or pass overwrite=True to replace it"
 
 _CHUNK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
 _TOKENS_FILE = re.compile(r"tokens-[0-9a-f]{32}\.safetensors")
-_TABLE_FOLDER = re.compile(r"[0-9a-f]{16,32}")
+_TABLE_FOLDER = re.compile(r"[0-9a-f]{32}")
 
 
 class ArtifactWriter:

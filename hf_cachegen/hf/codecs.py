@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +15,37 @@ from hf_cachegen.artifact import EMBEDDED, LevelRecord, TableRef
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.errors import FormatError, StoreError, TableMismatch
 from hf_cachegen.layout import KVLayout
-from hf_cachegen.levels import codec_for
+from hf_cachegen.levels import codec_for, table_codecs
 from hf_cachegen.stores import HubStore, LocalStore, Store, open_store
-from hf_cachegen.tables import ModelTable
+from hf_cachegen.tables import ModelTable, TableRecord
 
 TableSource = ModelTable | str | os.PathLike[str]
 """A loaded table, or the folder, URL or Hub repository of one."""
 
 
-def load_table(source: TableSource, **hub_options: Any) -> tuple[ModelTable, str]:
+def load_table(
+    source: TableSource, codecs: Collection[str] | None = None, /, **hub_options: Any
+) -> tuple[ModelTable, str]:
     """The table that ``source`` names, and the location by which an artefact may refer to it.
 
-    That is the Hub repository it came from, else ``"embedded"``. ``hub_options`` are those of
-    :func:`~hf_cachegen.stores.open_store`.
+    That is the Hub repository it came from, else ``"embedded"``. ``codecs`` says what to read of
+    it, as for :meth:`ModelTable.load`; a loaded table is returned as it is. ``hub_options`` are
+    those of :func:`~hf_cachegen.stores.open_store`.
     """
     if isinstance(source, ModelTable):
         return source, EMBEDDED
     with open_store(source, **hub_options) as store:
-        table = ModelTable.load(store)
+        table = ModelTable.load(store, codecs=codecs)
         return table, store.repo_id if isinstance(store, HubStore) else EMBEDDED
 
 
 class LevelCodecs:
     """Codecs by level index, built when first used.
 
-    The table comes from ``table`` if that is the right one, else from the local table cache, else
-    from inside the artefact or from its own repository; it is then kept in the table cache, since
-    all artefacts of a model share it.
+    The part of the table that a codec needs comes from ``tables`` if given, else from the local
+    table cache, else from inside the artefact or from the table's own repository; it is then kept
+    in the table cache, since all artefacts of a model share it. Nothing is read for codecs that are
+    not used.
 
     Parameters
     ----------
@@ -51,10 +55,17 @@ class LevelCodecs:
         The table the artefact was encoded with; None if no level needs one.
     store
         The artefact's store.
-    table
-        A table the caller has.
+    tables
+        A table the caller has, or where it is.
     hub_options
         Options of huggingface_hub for a table in a repository of its own.
+
+    Raises
+    ------
+    TableMismatch
+        ``tables`` is not the table that the artefact was encoded with.
+    StoreError, FormatError
+        ``tables`` is a location whose ``table.json`` cannot be read, or is damaged.
     """
 
     def __init__(
@@ -63,21 +74,14 @@ class LevelCodecs:
         layout: KVLayout,
         reference: TableRef | None,
         store: Store,
-        table: ModelTable | None = None,
+        tables: TableSource | None = None,
         hub_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if table is not None and reference is not None and table.digest != reference.digest:
-            raise TableMismatch(
-                f"the cache was encoded with the table {reference.name} of digest "
-                f"{reference.digest}, the given table has {table.digest}; pass the right one, or "
-                "none to use the one the cache names"
-            )
         self._levels = levels
         self._layout = layout
-        self._reference = reference
-        self._store = store
-        self._table = table
-        self._hub_options = hub_options or {}
+        self._parts = None
+        if reference is not None:
+            self._parts = _TableParts(reference, layout, store, tables, hub_options or {})
         self._codecs: dict[int, SegmentCodec] = {}
         self._lock = threading.Lock()
 
@@ -85,36 +89,111 @@ class LevelCodecs:
         with self._lock:
             if level not in self._codecs:
                 record = self._levels[level]
-                table = None if record.exact else self.table()
+                table = None
+                if self._parts is not None and table_codecs([record]):
+                    table = self._parts.part(record.codec)
                 self._codecs[level] = codec_for(record, self._layout, table)
             return self._codecs[level]
 
     def table(self) -> ModelTable | None:
-        """The artefact's table, None if it has none."""
-        if self._table is None and self._reference is not None:
-            self._table = _find_table(self._reference, self._store, self._hub_options)
-        return self._table
+        """The artefact's table, all of its codecs; None if it has none."""
+        with self._lock:
+            return None if self._parts is None else self._parts.whole()
 
 
-def _find_table(reference: TableRef, store: Store, hub_options: Mapping[str, Any]) -> ModelTable:
-    cached = Path(HF_HOME) / "hf-cachegen" / "tables" / reference.digest
-    if cached.is_dir():
-        try:
-            table = ModelTable.load(LocalStore(cached))
-            if table.digest == reference.digest:
-                return table
-        except (FormatError, StoreError):
-            pass  # a damaged cache entry is fetched again below, and replaced
-    if reference.location == EMBEDDED:
-        table = ModelTable.load(store, reference.folder)
-    else:
-        table, _ = load_table(reference.location, **hub_options)
-    if table.digest != reference.digest:
-        raise TableMismatch(
-            f"the cache was encoded with a table of digest {reference.digest}, but "
-            f"{reference.location} now holds {table.digest}; pass the original table"
-        )
-    # A table cache that cannot be written to costs time only.
-    with contextlib.suppress(OSError, ValueError):
-        table.save(cached)
-    return table
+class _TableParts:
+    """The parts of an artefact's table, one for each codec, found when first asked for."""
+
+    def __init__(
+        self,
+        reference: TableRef,
+        layout: KVLayout,
+        store: Store,
+        source: TableSource | None,
+        hub_options: Mapping[str, Any],
+    ) -> None:
+        self._reference = reference
+        self._layout = layout
+        self._store = store
+        self._source = source
+        self._hub_options = hub_options
+        self._found: dict[str, ModelTable] = {}
+        if source is not None:
+            self._check_source(source)
+
+    def part(self, codec: str) -> ModelTable:
+        """A table that holds this codec."""
+        if codec not in self._reference.codecs:
+            raise TableMismatch(
+                f"the cache has levels of the codec {codec!r} but names a table for "
+                f"{', '.join(self._reference.codecs)} only; encode it again"
+            )
+        if codec not in self._found:
+            table = self._find(codec)
+            table.check_layout(self._layout)
+            self._found[codec] = table
+        return self._found[codec]
+
+    def whole(self) -> ModelTable:
+        """All parts in one table."""
+        if isinstance(self._source, ModelTable):
+            return self._source
+        parts = [self.part(codec) for codec in self._reference.codecs]
+        return parts[0] if len(parts) == 1 else ModelTable.join(parts)
+
+    def _check_source(self, source: TableSource) -> None:
+        if isinstance(source, ModelTable):
+            record = source.record
+        else:
+            with open_store(source, **self._hub_options) as store:
+                record = TableRecord.read(store)
+        self._check(record, self._reference.codecs, "the given table has")
+
+    def _check(self, record: TableRecord, codecs: Collection[str], found: str) -> None:
+        digests = record.digests
+        for codec in codecs:
+            expected = self._reference.codecs[codec]
+            if digests.get(codec) != expected:
+                raise TableMismatch(
+                    f"the cache was encoded with a table of {self._reference.name} whose part for "
+                    f"{codec} has the digest {expected}, {found} {digests.get(codec, 'none')}; "
+                    "pass the original table, or none to use the one the cache names"
+                )
+
+    def _find(self, codec: str) -> ModelTable:
+        if self._source is not None:
+            table, _ = load_table(self._source, [codec], **self._hub_options)
+            self._check(table.record, [codec], f"{self._source} now holds")
+            return table
+        kept = self._kept(codec)
+        if kept is not None:
+            return kept
+        table = self._fetch(codec)
+        # A table cache that cannot be written to costs time only.
+        with contextlib.suppress(OSError, ValueError):
+            table.save(self._cache_folder(codec))
+        return table
+
+    def _fetch(self, codec: str) -> ModelTable:
+        location = self._reference.location
+        if location == EMBEDDED:
+            table = ModelTable.load(self._store, self._reference.folder, [codec])
+        else:
+            table, _ = load_table(location, [codec], **self._hub_options)
+        self._check(table.record, [codec], f"{location} now holds")
+        return table
+
+    def _kept(self, codec: str) -> ModelTable | None:
+        """The part in the table cache, None if it is not there or damaged."""
+        folder = self._cache_folder(codec)
+        if not folder.is_dir():
+            return None
+        # A damaged entry is fetched again, and replaced.
+        with contextlib.suppress(FormatError, StoreError, TableMismatch):
+            table = ModelTable.load(LocalStore(folder), codecs=[codec])
+            self._check(table.record, [codec], "the table cache has")
+            return table
+        return None
+
+    def _cache_folder(self, codec: str) -> Path:
+        return Path(HF_HOME) / "hf-cachegen" / "tables" / self._reference.codecs[codec]

@@ -8,8 +8,9 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from hf_cachegen.hf.hub import hub_id
+from hf_cachegen.levels import lossy_levels
 from hf_cachegen.stores import LocalStore
-from hf_cachegen.tables import ARRAYS_NAME, CARD_NAME, RECORD_NAME, ModelTable
+from hf_cachegen.tables import CARD_NAME, RECORD_NAME, ModelTable
 
 
 def push_table(
@@ -23,6 +24,8 @@ def push_table(
     endpoint: str | None = None,
 ) -> str:
     """Upload a table folder to a model repository; a card is written if there is none.
+
+    Files of an earlier table that this one does not have are removed, in the same commit.
 
     Parameters
     ----------
@@ -50,7 +53,8 @@ def push_table(
         folder_path=Path(folder),
         commit_message=commit_message,
         revision=revision,
-        allow_patterns=[RECORD_NAME, ARRAYS_NAME, CARD_NAME],
+        allow_patterns=[RECORD_NAME, *table.payloads, CARD_NAME],
+        delete_patterns=["*.safetensors"],
     )
     return str(commit.commit_url)
 
@@ -65,7 +69,7 @@ def table_card(table: ModelTable, measured: str = "") -> str:
     measured
         Markdown: what the table's levels were measured to do.
     """
-    record, params = table.record, table.record.params
+    record = table.record
     metadata = ModelCardData(
         library_name="hf-cachegen",
         tags=["kv-cache", "kv-cache-table"],
@@ -76,19 +80,43 @@ def table_card(table: ModelTable, measured: str = "") -> str:
         metadata=metadata.to_yaml(),
         model=record.model_id,
         config=record.config,
-        codec=record.codec,
-        group=params.group,
-        bins=", ".join(f"{value:g}" for value in params.bins),
-        factors=", ".join(f"{value:g}" for value in params.factors),
-        sinks=params.sinks,
-        tables=params.tables,
-        size_mb=table.size_bytes / 1e6,
-        digest=table.digest,
+        codecs="\n".join(_codec_section(table, codec) for codec in record.codec_names),
         total=sum(tokens for _, tokens in record.data),
         data=data,
         measured=measured or "Not measured yet: `hf-cachegen bench codec` does it.",
     )))  # fmt: skip
 
+
+def _codec_section(table: ModelTable, codec: str) -> str:
+    """What a table holds for one codec."""
+    (entry,) = table.record.subset([codec]).codecs
+    params = entry.params.model_dump(mode="json")
+    return _CODEC.format(
+        codec=codec,
+        levels=", ".join(f"`{level.name}`" for level in lossy_levels(table, codec)),
+        size_mb=entry.arrays.size_bytes / 1e6,
+        digest=table.record.digests[codec],
+        params="\n".join(f"| `{name}` | {_shown(value)} |" for name, value in params.items()),
+    )
+
+
+def _shown(value: object) -> str:
+    """A parameter for people."""
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_CODEC = """
+## Codec `{codec}`
+
+Levels {levels}, coarse to fine. A reader fetches {size_mb:.2f} MB, once for all caches of
+the model. The digest is `{digest}`.
+
+| parameter | value |
+|---|---|
+{params}
+"""
 
 _CARD = """---
 {metadata}
@@ -103,15 +131,7 @@ KV caches of `{model}`. What was encoded with this table needs this very table t
 |---|---|
 | base model | `{model}` |
 | digest of its config | `{config}` |
-| codec | `{codec}` |
-| tokens per anchor | {group} |
-| bins, shallow to deep | {bins} |
-| factors of the levels, coarse to fine | {factors} |
-| first tokens stored as they are | {sinks} |
-| a probability table for each | {tables} |
-| size | {size_mb:.2f} MB |
-| digest | `{digest}` |
-
+{codecs}
 ## Data
 
 Profiled on {total} tokens:

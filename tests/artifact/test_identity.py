@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -20,8 +22,9 @@ def with_layout(identity: Identity, **changes: object) -> Identity:
     return identity.model_copy(update={"layout": identity.layout.model_copy(update=changes)})
 
 
-def table(**changes: str) -> TableRef:
-    return TableRef(**{"name": "t", "digest": "12" * 16, "location": EMBEDDED, **changes})
+def table(**changes: Any) -> TableRef:
+    fields = {"name": "t", "codecs": {"delta": "12" * 16}, "location": EMBEDDED}
+    return TableRef(**{**fields, **changes})
 
 
 def test_equal_identities_pass(identity: Identity) -> None:
@@ -116,13 +119,13 @@ def test_provenance_is_told_but_does_not_refuse(identity: Identity) -> None:
 
 def test_another_table_is_a_table_mismatch(identity: Identity) -> None:
     one = identity.model_copy(update={"table": table()})
-    two = identity.model_copy(update={"table": table(digest="34" * 16)})
-    with pytest.raises(TableMismatch, match=r"table\.digest"):
+    two = identity.model_copy(update={"table": table(codecs={"delta": "34" * 16})})
+    with pytest.raises(TableMismatch, match=r"table\.codecs\.delta"):
         check_identity(one, two)
     with pytest.raises(TableMismatch, match="expected None"):
         check_identity(identity, one)
     check_identity(one, identity.model_copy(update={"table": table(location="org/tables")}))
-    with pytest.raises(ModelMismatch, match=r"table\.digest"):
+    with pytest.raises(ModelMismatch, match=r"table\.codecs\.delta"):
         check_identity(one, two.model_copy(update={"weights": "ff" * 16}))
 
 
@@ -130,3 +133,30 @@ def test_another_table_is_a_table_mismatch(identity: Identity) -> None:
 def test_table_location_cannot_leave_the_hub(location: str) -> None:
     with pytest.raises(ValidationError):
         table(location=location)
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        {},
+        {"../delta": "12" * 16},
+        {"": "12" * 16},
+        {"delta/x": "12" * 16},
+        {"delta": "../" + "12" * 16},
+        {"delta": "12"},
+        {"delta": None},
+        {f"codec-{number}": "12" * 16 for number in range(17)},
+    ],
+)
+def test_table_names_its_codecs_by_digests(codecs: Any) -> None:
+    with pytest.raises(ValidationError, match="codecs"):
+        table(codecs=codecs)
+
+
+def test_embedded_tables_of_different_codecs_have_different_folders() -> None:
+    one, two = ("12" * 16, "34" * 16)
+    maps = [{"delta": one}, {"delta": two}, {"transform": one}, {"delta": one, "transform": two}]
+    assert len({table(codecs=codecs).folder for codecs in maps}) == 4
+    turned = dict(reversed(maps[-1].items()))
+    assert table(codecs=turned).folder == table(codecs=maps[-1]).folder
+    assert table(name="u", location="org/tables").folder == table().folder

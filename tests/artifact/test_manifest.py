@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_cachegen.artifact import Manifest
+from hf_cachegen.artifact import Identity, LevelRecord, Manifest
 from hf_cachegen.artifact.manifest import MAX_MANIFEST_BYTES
 from hf_cachegen.errors import FormatError
 
@@ -87,6 +87,10 @@ DAMAGES = [
     (setter("levels", 1, "codec", value="__import__('os')"), "levels.1.codec"),
     (setter("levels", 0, "params", "step", value=None), "levels.0.params"),
     (setter("levels", value=[]), "at least 1"),
+    (setter("levels", 0, "refines", value="raw"), "low refines raw: expected that among"),
+    (setter("levels", 0, "refines", value="low"), "low refines low: expected that among"),
+    (setter("levels", 1, "refines", value="other"), "raw refines other: expected that among"),
+    (setter("levels", 1, "refines", value=0), "levels.1.refines"),
     (setter("tokens", "n", value=0), "tokens.n"),
     (setter("tokens", "n", value=1 << 60), "tokens.n"),
     (setter("tokens", "n", value=20.0), "tokens.n"),
@@ -168,3 +172,61 @@ def test_first_token_of_a_layer(manifest: Manifest) -> None:
     assert [chunk.skipped for chunk in manifest.chunks] == [((1, 8),), ((1, 7),), ()]
     assert [chunk.first_token(1) for chunk in manifest.chunks] == [8, 15, 16]
     assert [chunk.first_token(0) for chunk in manifest.chunks] == [0, 8, 16]
+
+
+LADDER = {  # name: what it refines
+    "base": None,
+    "finer": "base",
+    "other": None,
+    "finest": "finer",
+    "beside": "base",
+    "exact": None,
+}
+
+
+@pytest.fixture(scope="module")
+def nested(
+    tmp_path_factory: pytest.TempPathFactory, save: Callable[..., Manifest], identity: Identity
+) -> Manifest:
+    """Two refinements of one level among others."""
+    levels = [
+        LevelRecord(name=name, codec="raw", exact=name == "exact", refines=refines)
+        for name, refines in LADDER.items()
+    ]
+    return save(tmp_path_factory.mktemp("nested"), range(20), levels=levels)
+
+
+def test_chain_of_a_level_is_what_it_refines_then_itself(nested: Manifest) -> None:
+    assert Manifest.parse(nested.to_bytes()) == nested
+    chains = [nested.chain(level) for level in range(len(LADDER))]
+    assert chains == [(0,), (0, 1), (2,), (0, 1, 3), (0, 4), (5,)]
+
+
+def test_read_bytes_are_those_of_the_whole_chain(nested: Manifest) -> None:
+    for chunk, record in enumerate(nested.chunks):
+        own = record.level_bytes
+        assert nested.read_bytes(chunk) == (
+            own[0],
+            own[0] + own[1],
+            own[2],
+            own[0] + own[1] + own[3],
+            own[0] + own[4],
+            own[5],
+        )
+
+
+def test_levels_that_stand_alone_are_read_alone(manifest: Manifest) -> None:
+    assert [manifest.chain(level) for level in range(2)] == [(0,), (1,)]
+    assert manifest.read_bytes(1) == manifest.chunks[1].level_bytes
+
+
+def test_a_chain_may_be_as_long_as_the_ladder(
+    tmp_path_factory: pytest.TempPathFactory, save: Callable[..., Manifest]
+) -> None:
+    levels = [
+        LevelRecord(name=f"{i}", codec="raw", exact=False, refines=f"{i - 1}" if i else None)
+        for i in range(64)
+    ]
+    manifest = save(tmp_path_factory.mktemp("long"), range(3), levels=levels)
+    assert manifest.chain(63) == tuple(range(64))
+    assert manifest.read_bytes(0)[63] == sum(manifest.chunks[0].level_bytes)

@@ -282,7 +282,7 @@ def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path, save: Save
 def test_embedded_table_is_replaced_with_the_artefact(
     tmp_path: Path, identity: Identity, save: Save
 ) -> None:
-    tables = [TableRef(name="t", digest=d * 32, location=EMBEDDED) for d in "12"]
+    tables = [TableRef(name="t", codecs={"delta": d * 32}, location=EMBEDDED) for d in "12"]
     models = [identity.model_copy(update={"table": table}) for table in tables]
     with pytest.raises(ValueError, match="embedded table"):
         save(tmp_path, range(20), identity=models[0])
