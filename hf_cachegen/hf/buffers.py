@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_cachegen.artifact import Manifest
+from hf_cachegen.errors import FormatError
 from hf_cachegen.hf.codecs import LevelCodecs
 
 HEADROOM_TOKENS = 256
@@ -48,30 +49,73 @@ class LayerBuffers:
         ]
 
     def decode(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
-        """Decode one segment to its place; returns the layers that it completed for this chunk."""
-        record = self.manifest.chunks[chunk]
-        start, first = record.first_token(layer), self._first[layer]
+        """Decode one segment to its place; returns the layers that it completed for this chunk.
+
+        Raises
+        ------
+        FormatError
+            The segment cannot be decoded, or does not fit the layers that it carries.
+        """
         codec = self._codecs[level]
         members = codec.members(layer)
-        if not members:
-            return members
-        buffers = [buffer[0] for member in members for buffer in self._layer(member)]
-        out = [buffer[:, max(start - first, 0) : record.end - first] for buffer in buffers]
-        if start >= first:
-            codec.decode_into(layer, data, out, start)
-            return members
-        # The segment begins before what this layer still needs.
-        n_tokens = record.end - start
-        whole = [o.new_empty(o.shape[0], n_tokens, o.shape[2]) for o in out]
-        codec.decode_into(layer, data, whole, start)
-        for target, values in zip(out, whole, strict=True):
-            target.copy_(values[:, first - start :])
+        record = self.manifest.chunks[chunk]
+        starts = {record.first_token(member) for member in members}
+        if not members and data:
+            raise FormatError(
+                f"expected an empty segment, since another layer's carries layer {layer}; "
+                f"found {len(data)} bytes"
+            )
+        if len(starts) > 1:
+            raise FormatError(
+                f"expected one first token of the layers {list(members)}, which are coded "
+                f"together; found {sorted(starts)}"
+            )
+        for start in starts:
+            out = [
+                self._place(tensor, member, start, record.end)
+                for member in members
+                for tensor in self.storage(member)
+            ]
+            codec.decode_into(layer, data, [place for place, _ in out], start)
+            for place, held in out:
+                if held is not None:
+                    held.copy_(place[:, -held.shape[1] :])
         return members
+
+    def _place(
+        self, tensor: Tensor, layer: int, start: int, end: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Where to decode tokens [start, end) of a layer, and what to copy the last of them to.
+
+        Nothing has to be copied but of a segment that begins before what the layer still needs.
+        """
+        first = self._first[layer]
+        held = tensor[0, :, max(start - first, 0) : end - first]
+        if start >= first:
+            return held, None
+        return held.new_empty(held.shape[0], end - start, held.shape[2]), held
 
     def tensors(self, layer: int) -> list[Tensor]:
         """A layer's tensors ``[1, H, T, D]``: views of buffers with room for more."""
         length = self.manifest.tokens.n - self._first[layer]
-        return [buffer[:, :, :length] for buffer in self._layer(layer)]
+        return [buffer[:, :, :length] for buffer in self.storage(layer)]
+
+    def storage(self, layer: int) -> list[Tensor]:
+        """A layer's tensors ``[1, H, capacity, D]``, the first token being :meth:`first_token`."""
+        with self._lock:
+            buffers = self._buffers[layer]
+            if buffers is None:
+                layout = self.manifest.identity.layout
+                capacity = self.manifest.tokens.n - self._first[layer] + HEADROOM_TOKENS
+                buffers = self._buffers[layer] = [
+                    torch.empty(
+                        (1, spec.heads, capacity, spec.dim),
+                        dtype=getattr(torch, layout.dtype),
+                        device=self._devices[layer],
+                    )
+                    for spec in layout.layers[layer].tensors
+                ]
+            return buffers
 
     def release(self, layer: int) -> None:
         """Forget a layer's tensors, which now belong to the cache layer."""
@@ -89,19 +133,3 @@ class LayerBuffers:
             if chunk.first_token(layer) > chunk.start
         )
         return max(wanted, *stored, 0)
-
-    def _layer(self, layer: int) -> list[Tensor]:
-        with self._lock:
-            buffers = self._buffers[layer]
-            if buffers is None:
-                layout = self.manifest.identity.layout
-                capacity = self.manifest.tokens.n - self._first[layer] + HEADROOM_TOKENS
-                buffers = self._buffers[layer] = [
-                    torch.empty(
-                        (1, spec.heads, capacity, spec.dim),
-                        dtype=getattr(torch, layout.dtype),
-                        device=self._devices[layer],
-                    )
-                    for spec in layout.layers[layer].tensors
-                ]
-            return buffers

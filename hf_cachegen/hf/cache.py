@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-import weakref
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from hf_cachegen.artifact import Artifact, check_identity
 from hf_cachegen.errors import PromptMismatch, UnsupportedError
-from hf_cachegen.hf.buffers import LayerBuffers
-from hf_cachegen.hf.codecs import LevelCodecs, TableSource, load_table
-from hf_cachegen.hf.compat import cache_argument, layer_devices, native_layers
+from hf_cachegen.hf.codecs import LevelCodecs, TableSource
+from hf_cachegen.hf.compat import cache_argument, native_layers, running_device
 from hf_cachegen.hf.describe import expected_identity
+from hf_cachegen.hf.guard import guard_generate
 from hf_cachegen.hf.hub import push_artifact
+from hf_cachegen.hf.incoming import Incoming
 from hf_cachegen.hf.layers import StreamedLayer, StreamedSlidingLayer
+from hf_cachegen.hf.policies import resolve_policy
 from hf_cachegen.hf.saving import one_sequence, save_extended
 from hf_cachegen.stores import open_store
-from hf_cachegen.streaming.controller import FixedLevel, PaperPolicy, Policy
-from hf_cachegen.streaming.pipeline import ChunkStream, ChunkTransfer
+from hf_cachegen.streaming.controller import Policy
+from hf_cachegen.streaming.steps import StreamStep
 from hf_cachegen.tables import ModelTable
 
 
@@ -34,7 +36,8 @@ class CompressedStreamingCache(Cache):
     """The KV cache of a published context, decoded layer by layer while it arrives.
 
     Construction returns at once; a background thread fetches chunks while others decode. Each layer
-    waits for its own tensors when attention first needs them. Afterwards the cache behaves like a
+    waits for its own tensors when attention first needs them; chunks that the policy chose as text
+    are recomputed by then, in the thread that waits. Afterwards the cache behaves like a
     ``DynamicCache``: it grows, crops, reorders, repeats and copies.
 
     Create one with :meth:`from_pretrained`.
@@ -46,20 +49,22 @@ class CompressedStreamingCache(Cache):
     model
         The model that will use the cache.
     policy
-        Chooses the level of each chunk.
-    table
-        The model table, if at hand.
+        Chooses the level of each chunk, or its text.
+    tables
+        The model table or where it is, if not where the artefact says.
     hub_options
         Options of huggingface_hub for a table that has to be fetched from its own repository.
+    started_at
+        When the stream's time begins, as :func:`time.monotonic` counts; by default now.
 
     Raises
     ------
     ModelMismatch
         The artefact was made with another model, dtype or RoPE.
     TableMismatch
-        ``table`` is not the table that the artefact was encoded with.
+        ``tables`` is not the table that the artefact was encoded with.
     UnsupportedError
-        The model caches something this class cannot hold.
+        The model caches something this class cannot hold, or cannot recompute what is to be.
     """
 
     def __init__(
@@ -67,18 +72,21 @@ class CompressedStreamingCache(Cache):
         artifact: Artifact,
         model: PreTrainedModel,
         policy: Policy,
-        table: ModelTable | None = None,
+        tables: TableSource | None = None,
         hub_options: Mapping[str, Any] | None = None,
+        *,
+        started_at: float | None = None,
     ) -> None:
         manifest = artifact.manifest
         check_identity(expected_identity(model, manifest.identity), manifest.identity)
         self.artifact = artifact
         self.token_ids: Tensor = torch.from_numpy(artifact.token_ids.copy()).long()
         self._cache_argument = cache_argument(model)
-        self._device = model.device
+        self.history = self.token_ids
+        self._device = running_device(model)
         identity = manifest.identity
         self._codecs = LevelCodecs(
-            manifest.levels, identity.layout, identity.table, artifact.store, table, hub_options
+            manifest.levels, identity.layout, identity.table, artifact.store, tables, hub_options
         )
         layers = [
             StreamedSlidingLayer(sliding_window=native.sliding_window)
@@ -87,18 +95,13 @@ class CompressedStreamingCache(Cache):
             for native in native_layers(model)
         ]
         super().__init__(layers=layers)
-        buffers = LayerBuffers(manifest, layer_devices(model, len(layers)), self._codecs)
-        self._stream = ChunkStream(
-            artifact,
-            policy,
-            [buffers.layers_of(chunk) for chunk in range(len(manifest.chunks))],
-            buffers.decode,
-        )
-        self._lease = _StreamLease(self._stream)
+        self._incoming = Incoming(artifact, model, policy, self._codecs, self.token_ids, started_at)
+        self._stream = self._incoming.stream
         for index, layer in enumerate(layers):
-            load = _LayerLoad(self._lease, buffers, index)
-            layer.attach(load, manifest.tokens.n, buffers.first_token(index))
+            first = self._incoming.first_token(index)
+            layer.attach(self._incoming.loading(index), manifest.tokens.n, first)
         self._known_length = manifest.tokens.n
+        guard_generate(model)
         self._prompt_length: int | None = None
 
     @classmethod
@@ -108,7 +111,8 @@ class CompressedStreamingCache(Cache):
         *,
         model: PreTrainedModel,
         level: str | None = None,
-        ttft_target: float | None = None,
+        policy: str | Policy | None = None,
+        ttft_target_s: float | None = None,
         tables: TableSource | None = None,
         revision: str | None = None,
         token: str | None = None,
@@ -126,10 +130,16 @@ class CompressedStreamingCache(Cache):
             The model that will use the cache. It must be the one that made it.
         level
             Name of the level to fetch, ``"coarsest"`` or ``"finest"`` (bit-exact where there is
-            such a level); by default the finest lossy one.
-        ttft_target
-            Seconds to the first token. Each chunk is then fetched at the finest level that, at the
-            throughput of the chunk before, still meets it. Not together with ``level``.
+            such a level); by default the finest lossy one. Not together with a policy.
+        policy
+            What to do about each chunk, knowing how fast the link, the decoders and the model are:
+            ``"paper"`` (the finest level in time at the throughput of the chunk before),
+            ``"robust"`` (a bounded probability to be late, and chunks recomputed from text while
+            others travel), ``"layered"`` (the coarsest level of everything first, then refinements
+            until the time is up), ``"text"`` (no fetching), ``"fixed:<level>"``, or an object. By
+            default ``"robust"`` if there is a target.
+        ttft_target_s
+            Seconds from this call to the first token.
         tables
             The model table, or where it is; by default where the artefact says.
         revision, token, cache_dir, local_files_only, endpoint
@@ -141,23 +151,25 @@ class CompressedStreamingCache(Cache):
             The artefact or the table belongs to another model.
         StoreError, FormatError
             The artefact cannot be read, or is damaged.
+        UnsupportedError
+            The model caches something this class cannot hold, or cannot recompute what is to be.
         ValueError
             An argument is wrong; the message lists what there is.
         """
-        if level is not None and ttft_target is not None:
-            raise ValueError("expected level or ttft_target, got both")
+        started_at = time.monotonic()
         hub_options = {
             "token": token,
             "cache_dir": cache_dir,
             "local_files_only": local_files_only,
             "endpoint": endpoint,
         }
-        table = None if tables is None else load_table(tables, **hub_options)[0]
         store = open_store(location, revision=revision, **hub_options)
         try:
             artifact = Artifact.open(store)
-            policy = _policy(artifact, level, ttft_target)
-            return cls(artifact, model, policy, table, hub_options)
+            chosen = resolve_policy(
+                artifact.manifest.levels, level=level, policy=policy, ttft_target_s=ttft_target_s
+            )
+            return cls(artifact, model, chosen, tables, hub_options, started_at=started_at)
         except BaseException:
             store.close()
             raise
@@ -220,6 +232,7 @@ class CompressedStreamingCache(Cache):
         reused = min(self.get_seq_length(), prompt.shape[1] - 1)
         self._shorten(reused if previous is not None else min(reused, self._known_length))
         self._prompt_length = prompt.shape[1]
+        self._stream.costs.prompt_tokens = prompt.shape[1] - self.get_seq_length()
         return {
             "input_ids": prompt,
             "attention_mask": torch.ones_like(prompt),
@@ -237,7 +250,14 @@ class CompressedStreamingCache(Cache):
                 f"{cached} that are cached, as assisted decoding does; give it the new tokens, "
                 f"input_ids[:, {cached}:], with the attention mask of all"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        begins = layer_idx == 0 and self.layers[0].is_pending
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if begins:
+            self._incoming.begin_pass()
+        if layer_idx == len(self.layers) - 1:
+            n_tokens = key_states.shape[-2]
+            self._incoming.end_pass(self.get_seq_length() - n_tokens, n_tokens)
+        return states
 
     def save_pretrained(
         self,
@@ -290,9 +310,16 @@ class CompressedStreamingCache(Cache):
         """The model table of the artefact, fetched if need be; None if it has none."""
         return self._codecs.table()
 
-    def stream_report(self) -> list[ChunkTransfer]:
-        """The chunks fetched so far, with level, bytes and seconds."""
-        return list(self._stream.transfers)
+    def stream_report(self) -> list[StreamStep]:
+        """What was done so far, with the seconds that it took and was expected to take.
+
+        One step per chunk, in order, then those of refinements.
+        """
+        return self._stream.report()
+
+    def chunk_sources(self) -> list[str]:
+        """By chunk, the name of the lossy level that its values come from, or ``"exact"``."""
+        return self._stream.sources()
 
     def wait(self) -> None:
         """Block until every layer is decoded."""
@@ -311,6 +338,7 @@ class CompressedStreamingCache(Cache):
         if any(layer.is_pending for layer in self.layers):
             self.close()
         self._known_length = 0
+        self.history = self.history[:0]
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -324,6 +352,7 @@ class CompressedStreamingCache(Cache):
             )
         super().crop(tokens_to_remove)
         self._known_length = min(self._known_length, self.get_seq_length())
+        self.history = self.history[: self.get_seq_length()]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         for layer in self.layers:
@@ -333,7 +362,7 @@ class CompressedStreamingCache(Cache):
         self.wait()
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
-        shared = {"artifact", "_codecs", "_stream", "_lease"}
+        shared = {"artifact", "_codecs", "_incoming", "_stream"}
         for name, value in self.__dict__.items():
             setattr(clone, name, value if name in shared else copy.deepcopy(value, memo))
         return clone
@@ -361,46 +390,3 @@ class CompressedStreamingCache(Cache):
                 + (f" that differ at position {int(differing[0])}" if len(differing) else "")
             )
         return ids
-
-
-class _StreamLease:
-    """Ends a stream when the last cache or layer that needs it is gone."""
-
-    def __init__(self, stream: ChunkStream) -> None:
-        self.stream = stream
-        # Garbage may be collected in any thread, the stream's own among them: no waiting.
-        weakref.finalize(self, stream.close, wait=False)
-
-
-class _LayerLoad:
-    """Waits for one layer of a stream; a callable that can be dropped with its layer."""
-
-    def __init__(self, lease: _StreamLease, buffers: LayerBuffers, layer: int) -> None:
-        self._lease = lease
-        self._buffers = buffers
-        self._layer = layer
-
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        self._lease.stream.wait_layer(self._layer)
-        keys, values = self._buffers.tensors(self._layer)
-        self._buffers.release(self._layer)
-        return keys, values
-
-
-def _policy(artifact: Artifact, level: str | None, ttft_target: float | None) -> Policy:
-    levels = artifact.manifest.levels
-    names = [record.name for record in levels]
-    lossy = [index for index, record in enumerate(levels) if not record.exact]
-    if ttft_target is not None:
-        if ttft_target <= 0:
-            raise ValueError(f"expected a ttft_target above 0 seconds, got {ttft_target}")
-        return PaperPolicy(ttft_target, first_level=lossy[len(lossy) // 2] if lossy else 0)
-    if level is None:
-        return FixedLevel(lossy[-1] if lossy else len(levels) - 1)
-    finest = next((i for i, record in enumerate(levels) if record.exact), len(levels) - 1)
-    named = {"coarsest": 0, "finest": finest, **{name: i for i, name in enumerate(names)}}
-    if level not in named:
-        raise ValueError(
-            f"unknown level {level!r}; this cache has {', '.join(names)}, and 'coarsest', 'finest'"
-        )
-    return FixedLevel(named[level])

@@ -14,10 +14,10 @@ from hf_cachegen.tables import ModelTable
 
 @dataclass(frozen=True)
 class Origin:
-    """The artefact that a cache was streamed from, and the level of each of its chunks."""
+    """The artefact that a cache was streamed from, and where each chunk's values come from."""
 
     artifact: Artifact
-    levels: Sequence[int]
+    sources: Sequence[str]
     table: ModelTable | None
 
     @classmethod
@@ -26,7 +26,7 @@ class Origin:
         if not hasattr(cache, "stream_report"):
             return None
         cache.wait()
-        return cls(cache.artifact, [t.level for t in cache.stream_report()], cache.table())
+        return cls(cache.artifact, cache.chunk_sources(), cache.table())
 
     @property
     def manifest(self) -> Manifest:
@@ -69,10 +69,10 @@ class Origin:
 
     def source(self, plan: ChunkPlan) -> str:
         """Where the values of a newly encoded chunk come from: a lossy level, or the model."""
-        for record, level in zip(self.manifest.chunks, self.levels, strict=True):
+        for record, source in zip(self.manifest.chunks, self.sources, strict=True):
             overlaps = record.start < plan.end and plan.start < record.end
-            if overlaps and not self.manifest.levels[level].exact:
-                return self.manifest.levels[level].name
+            if overlaps and source != EXACT:
+                return source
         return EXACT
 
     def _level(self, position: int, level: int) -> list[bytes]:

@@ -27,6 +27,7 @@ __all__ = [
 class FixedLevel(Policy):
     """The same level for every chunk."""
 
+    adapts = False
     level: int
 
     def choose(self, state: StreamState) -> int:
@@ -36,6 +37,8 @@ class FixedLevel(Policy):
 @dataclass(frozen=True)
 class TextOnly(Policy):
     """Every chunk recomputed: an ordinary prefill."""
+
+    adapts = False
 
     def choose(self, state: StreamState) -> int:
         return TEXT

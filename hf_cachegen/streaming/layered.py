@@ -46,10 +46,13 @@ class LayeredPolicy(Policy):
         deadline_s = self.target_s - state.tail_s
         risk = estimate.late_probability(state.remaining_bytes(base), deadline_s - state.elapsed_s)
         text_helps = risk > self.miss_bound and state.text_fits(deadline_s)
-        return TEXT if text_helps or state.text_is_sooner(estimate) else base
+        return TEXT if text_helps or state.text_saves_time(deadline_s) else base
+
+    def refines_until_s(self, state: StreamState) -> float:
+        return self.target_s - state.tail_s
 
     def refine(self, state: StreamState) -> Refinement | None:
-        stop_s = self.target_s - state.tail_s
+        stop_s = self.refines_until_s(state)
         estimate = state.estimate()
         if estimate is None or state.compute_begin_s() >= stop_s:
             return None

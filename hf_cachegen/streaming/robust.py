@@ -21,9 +21,12 @@ class RobustPolicy(Policy):
     - if the rest then falls back to the smallest level, the target is still met but for a
       probability of ``miss_bound``.
 
-    If no level does, it gets the smallest. But a chunk is recomputed where that loses less and the
+    Of levels that lose as little it gets the one that is there first: ``raw`` instead of
+    ``lossless`` where the link is faster than the decoder. If no level is in time, it gets the one
+    that is there first of all. But a chunk is recomputed where that loses less and the
     processor has time for it before the deadline, while the link goes on with the next one: both
-    work at once. So it is where all that remains is sooner recomputed than fetched.
+    work at once. Where the target will be missed in any case, so is a chunk that is recomputed
+    before the link has brought the others.
 
     Attributes
     ----------
@@ -49,9 +52,13 @@ class RobustPolicy(Policy):
         else:
             levels = range(len(self.losses))
             fitting = [level for level in levels if self._fits(state, estimate, level)]
-            level = max(fitting, default=state.smallest_level())
-        sooner = estimate is not None and state.text_is_sooner(estimate)
-        text_pays = sooner or state.text_fits(self.target_s - state.tail_s)
+            level = min(
+                fitting,
+                key=lambda level: (self.losses[level], state.ready_s(estimate, level)),
+                default=state.soonest_level(estimate),
+            )
+        deadline_s = self.target_s - state.tail_s
+        text_pays = state.text_fits(deadline_s) or state.text_saves_time(deadline_s)
         return TEXT if text_pays and self.losses[level] > 0 else level
 
     def _fits(self, state: StreamState, estimate: RateEstimate, level: int) -> bool:

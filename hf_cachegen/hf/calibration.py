@@ -1,0 +1,79 @@
+"""How fast a model prefills on this machine, measured once per model and process."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_cachegen.hf.compat import cache_argument, new_cache, running_device, text_config
+from hf_cachegen.streaming.rates import MachineRates, PrefillCost
+
+SHORT_TOKENS = 16
+MAX_LONG_TOKENS = 256
+LONG_S = 0.3
+"""About how long the long pass may take, which has at least twice as many tokens as a short one."""
+
+PAST_TOKENS = 2048
+"""How far into a context the last pass is."""
+
+_rates: weakref.WeakKeyDictionary[PreTrainedModel, MachineRates] = weakref.WeakKeyDictionary()
+
+
+def machine_rates(model: PreTrainedModel) -> MachineRates:
+    """What streams of a model know of this machine, and add to."""
+    return _rates.setdefault(model, MachineRates())
+
+
+def calibrate(model: PreTrainedModel) -> MachineRates:
+    """Measure how fast a model prefills, unless that is known.
+
+    It takes four short passes, somewhat over half a second. The first cache that is streamed under
+    a target does it; a service does it before, so that no user waits for it.
+
+    Parameters
+    ----------
+    model
+        The model, where it will run.
+    """
+    rates = machine_rates(model)
+    if rates.prefill is None:
+        rates.prefill = _measure(model)
+    return rates
+
+
+@torch.no_grad()
+def _measure(model: PreTrainedModel) -> PrefillCost:
+    _pass(model, new_cache(model), SHORT_TOKENS)  # sets up kernels and buffers
+    short_s = _pass(model, new_cache(model), SHORT_TOKENS)
+    # Positions that are learned or stored in a table end somewhere.
+    end = getattr(text_config(model), "max_position_embeddings", None) or PAST_TOKENS
+    affordable = int(SHORT_TOKENS * LONG_S / short_s)
+    n_long = min(max(affordable, 2 * SHORT_TOKENS), MAX_LONG_TOKENS, end // 2)
+    n_late = n_long // 2
+    cache = new_cache(model)
+    long_s = _pass(model, cache, n_long)
+    for layer in cache.layers:
+        repeats = (1, 1, min(PAST_TOKENS, end - n_late) // n_long - 1, 1)
+        layer.update(layer.keys.repeat(repeats), layer.values.repeat(repeats))
+    past = cache.get_seq_length()
+    late_s = _pass(model, cache, n_late)
+    return PrefillCost.fit(
+        [(0, SHORT_TOKENS, short_s), (0, n_long, long_s), (past, n_late, late_s)]
+    )
+
+
+def _pass(model: PreTrainedModel, cache: Cache, n_tokens: int) -> float:
+    """Seconds of one forward pass over arbitrary tokens."""
+    vocabulary = text_config(model).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, n_tokens), generator=generator).to(running_device(model))
+    arguments: dict[str, Any] = {cache_argument(model): cache}
+    started = time.perf_counter()
+    output = model.forward(input_ids=ids, use_cache=True, logits_to_keep=1, **arguments)
+    output.logits[0, -1, 0].item()  # waits for the device
+    return time.perf_counter() - started

@@ -1,0 +1,121 @@
+"""A context on its way into a model's cache: the stream, and the tensors that it fills."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_cachegen.artifact import Artifact
+from hf_cachegen.errors import UnsupportedError
+from hf_cachegen.hf.buffers import LayerBuffers
+from hf_cachegen.hf.calibration import calibrate, machine_rates
+from hf_cachegen.hf.codecs import LevelCodecs
+from hf_cachegen.hf.compat import layer_devices
+from hf_cachegen.hf.recompute import Recomputer
+from hf_cachegen.streaming.controller import Policy, TextOnly
+from hf_cachegen.streaming.pipeline import ChunkStream
+
+
+class Incoming:
+    """Starts the stream of an artefact; ends it when the last cache or layer that needs it is gone.
+
+    Parameters
+    ----------
+    artifact
+        The opened artefact; its store is closed with the stream.
+    model
+        The model that the context is for.
+    policy
+        Chooses what to do about each chunk.
+    codecs
+        Codec of each level.
+    token_ids
+        ``[T]`` of the context.
+    started_at
+        When the stream's time begins, as :func:`time.monotonic` counts; by default now.
+
+    Raises
+    ------
+    UnsupportedError
+        The policy knows nothing but text, and the model cannot recompute it.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        model: PreTrainedModel,
+        policy: Policy,
+        codecs: LevelCodecs,
+        token_ids: Tensor,
+        started_at: float | None,
+    ) -> None:
+        manifest = artifact.manifest
+        chunks = range(len(manifest.chunks))
+        self._on_cpu = model.device.type == "cpu"
+        self._buffers = LayerBuffers(manifest, layer_devices(model, manifest.n_layers), codecs)
+        recompute = _recomputer(model, policy, token_ids, self._buffers)
+        self.stream = ChunkStream(
+            artifact,
+            policy,
+            [self._buffers.layers_of(chunk) for chunk in chunks],
+            self._buffers.decode,
+            recompute=recompute,
+            holds_past=[recompute is not None and recompute.holds_past(chunk) for chunk in chunks],
+            rates=calibrate(model) if policy.adapts else machine_rates(model),
+            started_at=started_at,
+        )
+        self._waited_s = 0.0
+        self._pass_began: tuple[float, float] | None = None
+        # Garbage may be collected in any thread, the stream's own among them: no waiting.
+        weakref.finalize(self, self.stream.close, wait=False)
+
+    def first_token(self, layer: int) -> int:
+        """First token of the context that a layer's tensors hold."""
+        return self._buffers.first_token(layer)
+
+    def loading(self, layer: int) -> Callable[[], tuple[Tensor, Tensor]]:
+        """A function that waits for a layer and hands over its tensors ``[1, H, T, D]``, once."""
+        return partial(self._load, layer)
+
+    def begin_pass(self) -> None:
+        """The first pass after the stream has come to its first layer's tensors."""
+        self._pass_began = time.perf_counter(), self._waited_s
+
+    def end_pass(self, start: int, n_tokens: int) -> None:
+        """It has come to its last layer's: learn from it what the next prompt will take.
+
+        Not counted are waits for layers. Only on a CPU has a pass done what it has called for.
+        """
+        if self._pass_began is None:
+            return
+        (began, waited_s), self._pass_began = self._pass_began, None
+        seconds = time.perf_counter() - began - (self._waited_s - waited_s)
+        n_layers = self.stream.artifact.manifest.n_layers
+        if self._on_cpu and n_layers > 1:
+            whole_s = seconds * n_layers / (n_layers - 1)
+            self.stream.costs.note_pass(start, n_tokens, whole_s)
+
+    def _load(self, layer: int) -> tuple[Tensor, Tensor]:
+        started = time.perf_counter()
+        self.stream.wait_layer(layer)
+        self._waited_s += time.perf_counter() - started
+        keys, values = self._buffers.tensors(layer)
+        self._buffers.release(layer)
+        return keys, values
+
+
+def _recomputer(
+    model: PreTrainedModel, policy: Policy, token_ids: Tensor, buffers: LayerBuffers
+) -> Recomputer | None:
+    """What recomputes chunks; None of a model that cannot, unless the policy has to have it."""
+    try:
+        return Recomputer(model, token_ids, buffers.manifest, buffers)
+    except UnsupportedError:
+        if isinstance(policy, TextOnly):
+            raise
+        return None

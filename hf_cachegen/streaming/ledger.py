@@ -1,0 +1,257 @@
+"""What of a context is in place, what is being written, and who may do what next."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hf_cachegen.errors import FormatError, StoreError
+from hf_cachegen.streaming.steps import StreamStep
+
+
+class Ledger:
+    """The state that a stream's threads share. Every method may be called from any thread.
+
+    A chunk is *in place* when each layer that needs it has its values. Chunks are written by
+    decoders, and by whoever waits for a layer, who recomputes what was chosen as text: in the order
+    of the choices, once everything before the chunk is in place. Refinements write over chunks that
+    are in place, and never while a recomputation may read them. They end when the policy has come
+    to an end or the time they were given has passed, whichever is first, and then the context is
+    ready for use.
+
+    Parameters
+    ----------
+    layers
+        Per chunk, the layers that need it.
+    room
+        Encoded segments in memory at most: for more, the link has to wait.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[int]], *, room: int) -> None:
+        self._n_layers = [len(chunk) for chunk in layers]
+        self._missing = [set(chunk) for chunk in layers]
+        self._handed_over = [False] * len(layers)
+        self._segments = [0] * len(layers)  # of each chunk, on their way through the decoders
+        self._in_memory = 0  # of them, those that have bytes
+        self._refining_segments = 0
+        self._recomputes: deque[tuple[StreamStep, float]] = deque()  # with their latest start
+        self._recomputing_since: float | None = None
+        self._recomputes_late = False
+        self._room = room
+        self._settled = False
+        self._stop_at = math.inf
+        self._has_base = False
+        self._fetching = True
+        self._closed = False
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the stream was closed or has failed."""
+        return self._closed or self._error is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another segment may be handed over at once."""
+        return self._in_memory < self._room
+
+    def share_in_flight(self, chunk: int) -> float:
+        """Share of a chunk's segments that are handed over and not yet decoded."""
+        return self._segments[chunk] / max(self._n_layers[chunk], 1)
+
+    def recompute_backlog_s(self) -> float:
+        """Predicted seconds of the recomputations that are queued and not yet done."""
+        with self._changed:
+            queued_s = sum(step.predicted_recompute_s or 0.0 for step, _ in self._recomputes)
+            since = self._recomputing_since
+            return max(queued_s - (time.monotonic() - since if since else 0.0), 0.0)
+
+    # What the fetcher calls.
+
+    def admit(self, step: StreamStep, data: bytes) -> bool:
+        """Wait for room for a segment and count it; False if it is not wanted any more."""
+        with self._changed:
+            self._wait(lambda: self.has_room or not self._is_wanted(step))
+            if not self._is_wanted(step):
+                return False
+            self._segments[step.chunk] += 1
+            self._in_memory += bool(data)
+            self._refining_segments += step.refinement
+            return True
+
+    def handed_over(self, chunk: int) -> None:
+        """All segments of a chunk were admitted."""
+        with self._changed:
+            self._handed_over[chunk] = True
+            self._check_whole(chunk)
+
+    def queue_recompute(self, step: StreamStep, latest_start: float = math.inf) -> None:
+        """Have a chunk recomputed, unless it cannot be begun before ``latest_start``.
+
+        Once one was not, later ones that have such a limit are not either: they may follow on it.
+        """
+        with self._changed:
+            if not (self._recomputes_late and latest_start < math.inf):
+                self._recomputes.append((step, latest_start))
+            self._changed.notify_all()
+
+    def refine_until(self, stop_at: float) -> None:
+        """Give refinements up at a time of :func:`time.monotonic`, and do not wait for any then."""
+        with self._changed:
+            self._stop_at = stop_at
+            self._changed.notify_all()
+
+    def end_base(self) -> None:
+        """What comes from now on are refinements."""
+        self._has_base = True
+
+    def await_refinable(self, step: StreamStep) -> bool:
+        """Wait until a chunk may be written over; False if that is not wanted any more."""
+        with self._changed:
+            self._wait(lambda: self._is_still(step.chunk) or not self._is_wanted(step))
+            return self._is_wanted(step)
+
+    def end_fetching(self) -> None:
+        """Nothing more will be admitted or queued."""
+        with self._changed:
+            self._fetching = False
+            self._changed.notify_all()
+
+    # What decoders call.
+
+    def decoded(self, step: StreamStep, data: bytes, layers: Sequence[int]) -> None:
+        """A segment is through: decoded for ``layers``, or dropped, as the stream has ended."""
+        with self._changed:
+            self._segments[step.chunk] -= 1
+            self._in_memory -= bool(data)
+            self._refining_segments -= step.refinement
+            if not step.refinement:
+                self._missing[step.chunk].difference_update(layers)
+                self._check_whole(step.chunk)
+            self._changed.notify_all()
+
+    # What the user of the context calls.
+
+    def wait_layer(self, layer: int, recompute: Callable[[StreamStep], bool]) -> None:
+        """Return once a layer is ready for use; recompute chunks meanwhile.
+
+        Parameters
+        ----------
+        layer
+            The layer.
+        recompute
+            Computes a step's chunk; returns whether it came to the end.
+
+        Raises
+        ------
+        StoreError, FormatError
+            What ended the stream before that.
+        """
+        while (step := self._next_recompute(layer)) is not None:
+            done = False
+            try:
+                done = recompute(step)
+            except BaseException as error:
+                stop = StoreError("the recomputation of a chunk was interrupted")
+                self.fail(error if isinstance(error, Exception) else stop)
+                raise
+            finally:
+                self._end_recompute(done)
+
+    def wait_fetched(self) -> None:
+        """Return once nothing more is fetched that is of use, or the stream has ended."""
+        with self._changed:
+            self._wait(lambda: not self._fetching or (self._has_base and not self._may_refine()))
+
+    # What anyone calls.
+
+    def fail(self, error: Exception) -> None:
+        """End the stream; the first reason counts."""
+        with self._changed:
+            if not self.ended:
+                self._error = error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the stream. What is in place stays usable."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _next_recompute(self, layer: int) -> StreamStep | None:
+        """Wait for a recomputation to do, or, returning None, until the layer is ready."""
+        with self._changed:
+            self._wait(lambda: self._is_ready(layer) or self.ended or self._can_recompute())
+            if self._is_ready(layer):
+                self._settled = True  # whoever reads it must not see it change
+                return None
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise StoreError("the cache's stream was closed before this layer had arrived")
+            self._recomputing_since = time.monotonic()
+            return self._recomputes[0][0]
+
+    def _end_recompute(self, done: bool) -> None:
+        with self._changed:
+            step, _ = self._recomputes.popleft()
+            if done:
+                self._missing[step.chunk].clear()
+            self._recomputing_since = None
+            self._changed.notify_all()
+
+    def _is_ready(self, layer: int) -> bool:
+        self._drop_late()
+        written = self._refining_segments or self._recomputing_since is not None
+        if written or any(layer in missing for missing in self._missing):
+            return False
+        may_change = self._recomputes or (self._fetching and self._may_refine())
+        return self.ended or not may_change
+
+    def _can_recompute(self) -> bool:
+        self._drop_late()
+        if self._recomputing_since is not None or not self._recomputes:
+            return False
+        chunk = self._recomputes[0][0].chunk
+        return not any(self._missing[:chunk]) and not any(self._segments[: chunk + 1])
+
+    def _drop_late(self) -> None:
+        """Forget refinements by recomputation once the first of them can no longer be in time."""
+        if self._recomputing_since is not None or not self._recomputes:
+            return
+        if self._recomputes[0][1] < time.monotonic():
+            self._recomputes_late = True
+            self._recomputes.clear()
+
+    def _is_still(self, chunk: int) -> bool:
+        """Whether a chunk is in place and nobody writes it or may read it."""
+        busy = self._missing[chunk] or self._segments[chunk]
+        return not busy and all(step.chunk < chunk for step, _ in self._recomputes)
+
+    def _is_wanted(self, step: StreamStep) -> bool:
+        """Whether more of what a step brings is of use. What was admitted is used in any case."""
+        return not self.ended and not (step.refinement and not self._may_refine())
+
+    def _may_refine(self) -> bool:
+        return not self._settled and time.monotonic() < self._stop_at
+
+    def _check_whole(self, chunk: int) -> None:
+        if self._handed_over[chunk] and not self._segments[chunk] and self._missing[chunk]:
+            self.fail(
+                FormatError(
+                    f"chunk {chunk}: expected segments of all layers, found none that carries "
+                    f"layers {sorted(self._missing[chunk])}"
+                )
+            )
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait for a change that makes something so; times that are set here count as changes."""
+        while not ready():
+            now = time.monotonic()
+            times = [self._stop_at, *(latest for _, latest in self._recomputes)]
+            coming = [at - now for at in times if now < at < math.inf]
+            self._changed.wait(min(coming, default=None))

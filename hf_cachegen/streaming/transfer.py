@@ -1,0 +1,166 @@
+"""One chunk over the link: its segments as they arrive, checked, and the rate at which they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+
+from hf_cachegen.artifact.reader import Artifact
+from hf_cachegen.container import ChunkIndex
+from hf_cachegen.errors import CacheGenError, FormatError
+
+MIN_SAMPLE_BYTES = 1 << 16
+"""A part of a transfer tells the link's rate if it is not smaller than that."""
+
+
+class Meter:
+    """Measures a link while a transfer runs, from the construction on.
+
+    Once a slow decoder holds the transfer up, what arrives says nothing about the link: bytes wait
+    in buffers on both sides and then come at once. So only what came before counts.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._started_s = time.monotonic()
+        self._held_up: tuple[int, float] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started_s
+
+    def hold_up(self) -> None:
+        """Note that the transfer waits for something else than the link from now on."""
+        self._held_up = self._held_up or (self.size_bytes, self.seconds)
+
+    def bytes_per_s(self) -> float | None:
+        """The link's rate; None if too little came before the transfer was held up."""
+        if self._held_up is None:
+            return self.size_bytes / max(self.seconds, 1e-9) if self.size_bytes else None
+        size, seconds = self._held_up
+        return size / max(seconds, 1e-9) if size >= MIN_SAMPLE_BYTES else None
+
+
+class SegmentReader:
+    """Reads segments of an artefact's chunks.
+
+    Parameters
+    ----------
+    artifact
+        Where the chunks are.
+    keep
+        Keep the segments of lossy levels, so that refining a chunk fetches only what it lacks.
+    """
+
+    def __init__(self, artifact: Artifact, *, keep: bool = False) -> None:
+        self._artifact = artifact
+        self._keep = keep
+        self._kept: dict[tuple[int, int], tuple[int, bytes]] = {}
+
+    def read(
+        self, chunk: int, level: int, layers: Sequence[int], meter: Meter
+    ) -> Generator[tuple[int, bytes], None, None]:
+        """Yield (layer, checked bytes) of each layer.
+
+        The bytes are those of the level after those of the levels that it refines. What lies side
+        by side in the file is one ranged transfer. Closing the iterator ends the transfer. The
+        meter counts what arrives.
+
+        Raises
+        ------
+        StoreError
+            The link has failed for good.
+        FormatError
+            A segment was damaged, and once more when it was asked for again.
+        """
+        chain = self._artifact.manifest.chain(level)
+        data: dict[int, bytes] = {}
+        wanted: list[tuple[int, int]] = []
+        for layer in layers:
+            held, data[layer] = self._kept.get((chunk, layer), (None, b""))
+            if held not in chain[:-1]:
+                held, data[layer] = None, b""
+            missing = chain if held is None else chain[chain.index(held) + 1 :]
+            wanted += [(part, layer) for part in missing]
+        for part, layer, segment in self._segments(chunk, sorted(wanted)):
+            data[layer] += segment
+            meter.size_bytes += len(segment)
+            if part == level:
+                if self._keep and not self._artifact.manifest.levels[level].exact:
+                    self._kept[chunk, layer] = level, data[layer]
+                yield layer, data.pop(layer)
+
+    def forget(self) -> None:
+        """Drop the segments that were kept."""
+        self._kept.clear()
+
+    def located(self, chunk: int, level: int, layer: int, error: CacheGenError) -> CacheGenError:
+        """The same error with the segment's place in front."""
+        manifest = self._artifact.manifest
+        where = (
+            f"{manifest.chunks[chunk].path} in {self._artifact.store.location}, "
+            f"level {manifest.levels[level].name}, layer {layer}"
+        )
+        located = type(error)(f"{where}: {error}")
+        located.__cause__ = error
+        return located
+
+    def _segments(
+        self, chunk: int, wanted: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (level, layer, checked bytes) of segments in file order."""
+        index = self._index(chunk)
+        path = self._artifact.manifest.chunks[chunk].path
+        for run in _runs(index, wanted):
+            spans = [index.segment(*segment) for segment in run]
+            size = sum(span.size for span in spans)
+            pieces = self._artifact.store.stream(path, spans[0].offset, size)
+            arrived = bytearray()
+            try:
+                for (level, layer), span in zip(run, spans, strict=True):
+                    while len(arrived) < span.size:
+                        arrived += next(pieces)
+                    data = bytes(arrived[: span.size])
+                    del arrived[: span.size]
+                    yield level, layer, self._checked(chunk, level, layer, data)
+            finally:
+                pieces.close()
+
+    def _index(self, chunk: int) -> ChunkIndex:
+        """The chunk's index, asked for a second time if it is damaged."""
+        try:
+            return self._artifact.index(chunk)
+        except FormatError:
+            return self._artifact.index(chunk)
+
+    def _checked(self, chunk: int, level: int, layer: int, data: bytes) -> bytes:
+        """The segment if it is intact, else what a second request brings."""
+        index = self._artifact.index(chunk)
+        try:
+            index.check(level, layer, data)
+        except FormatError:
+            span, path = index.segment(level, layer), self._artifact.manifest.chunks[chunk].path
+            data = self._artifact.store.read(path, span.offset, span.size, max_bytes=span.size)
+            try:
+                index.check(level, layer, data)
+            except FormatError as error:
+                raise self.located(chunk, level, layer, error) from error
+        return data
+
+
+def _runs(
+    index: ChunkIndex, segments: Sequence[tuple[int, int]]
+) -> Iterator[list[tuple[int, int]]]:
+    """Stretches of (level, layer) that lie side by side in the file."""
+    run: list[tuple[int, int]] = []
+    end = 0
+    for segment in segments:
+        span = index.segment(*segment)
+        if run and span.offset != end:
+            yield run
+            run = []
+        run.append(segment)
+        end = span.offset + span.size
+    if run:
+        yield run

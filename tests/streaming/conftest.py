@@ -1,0 +1,111 @@
+"""An artefact of made-up bytes, and a store that gives them slowly, wrongly or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from hf_cachegen.artifact import ArtifactWriter, Identity, LevelRecord
+from hf_cachegen.errors import StoreError
+from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
+from hf_cachegen.stores import LocalStore
+
+N_LAYERS, N_CHUNKS, CHUNK_TOKENS = 4, 3, 8
+
+Segment = Callable[[int, int, int], bytes]
+
+
+@pytest.fixture(scope="session")
+def segment() -> Segment:
+    """``segment(chunk, level, layer)``: the bytes of a segment."""
+
+    def segment(chunk: int, level: int, layer: int) -> bytes:
+        return f"chunk {chunk}, level {level}, layer {layer};".encode() * (10 * (level + 1))
+
+    return segment
+
+
+@pytest.fixture(scope="session")
+def made_up(tmp_path_factory: pytest.TempPathFactory, segment: Segment) -> Path:
+    """Three chunks, two levels, four layers of made-up bytes."""
+    tensor = TensorSpec(name="keys", heads=2, dim=64)
+    layer = LayerSpec(kind="full_attention", tensors=(tensor,))
+    identity = Identity(
+        model_id="org/model",
+        weights="ab" * 16,
+        config="cd" * 16,
+        architecture="LlamaForCausalLM",
+        layout=KVLayout(dtype="float32", ropes={}, layers=(layer,) * N_LAYERS),
+    )
+    levels = [LevelRecord(name=name, codec="raw", exact=True) for name in ("low", "high")]
+    target = tmp_path_factory.mktemp("streams") / "artefact"
+    tokens = list(range(N_CHUNKS * CHUNK_TOKENS))
+    with ArtifactWriter(target, identity, levels, CHUNK_TOKENS, tokens) as writer:
+        for plan in writer.missing_chunks():
+            writer.add_chunk(
+                plan,
+                [[segment(plan.position, i, j) for j in range(N_LAYERS)] for i in range(2)],
+            )
+        writer.commit()
+    return target
+
+
+class SlowStore(LocalStore):
+    """Gives chunks in small pieces, and waits at each chunk for ``gate``."""
+
+    def __init__(self, folder: Path, *, gated: bool = False, damage: int = 0) -> None:
+        super().__init__(folder)
+        self.reads: list[tuple[int, int | None]] = []
+        self.gate = threading.Semaphore(0 if gated else 1_000_000)
+        self.closed = False
+        self._damage = damage
+
+    def close(self) -> None:
+        self.closed = True
+        self.gate.release(1000)
+
+    def damage_next(self, count: int) -> None:
+        """Give the next transfers a wrong first byte."""
+        self._damage = count
+
+    def _pieces(
+        self, path: str, offset: int, size: int | None, max_bytes: int
+    ) -> Generator[bytes, None, None]:
+        data = b"".join(super()._pieces(path, offset, size, max_bytes))
+        if path.startswith("chunks/") and offset:
+            self.gate.acquire()
+            self.reads.append((offset, size))
+            if self.closed:
+                raise StoreError("the store was closed")
+            if self._damage:
+                self._damage -= 1
+                data = b"#" + data[1:]
+        yield from (data[start : start + 50] for start in range(0, len(data), 50))
+
+
+@pytest.fixture(scope="session")
+def slow_store() -> type[SlowStore]:
+    """``slow_store(folder, **tricks)``, see :class:`SlowStore`."""
+    return SlowStore
+
+
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("hf-cachegen")}
+
+
+@pytest.fixture
+def threads_end() -> Callable[[], bool]:
+    """``threads_end()`` says whether all threads started in the test end within seconds."""
+    before = _threads()
+
+    def threads_end() -> bool:
+        deadline = time.monotonic() + 10
+        while _threads() - before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not _threads() - before
+
+    return threads_end

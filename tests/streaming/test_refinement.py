@@ -1,0 +1,322 @@
+"""Recomputed chunks and refinements: order, deadlines, and the end of them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cachegen.artifact import Artifact
+from hf_cachegen.errors import FormatError, StoreError, UnsupportedError
+from hf_cachegen.streaming.pipeline import ChunkStream
+from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
+from hf_cachegen.streaming.rates import MachineRates, PrefillCost
+from hf_cachegen.streaming.situation import RECOMPUTE_MARGIN
+from hf_cachegen.streaming.transfer import Meter
+
+LATER = 1e6
+ALL = [[0, 1, 2, 3]] * 3
+
+
+class Memory:
+    """What is in place, by chunk and layer, and everything that was done, in order."""
+
+    def __init__(self, decode_s: float = 0.0) -> None:
+        self.held: dict[tuple[int, int], int] = {}
+        self.events: list[tuple[str, int, int]] = []
+        self._decode_s = decode_s
+        self._lock = threading.Lock()
+
+    def decode(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+        time.sleep(self._decode_s)
+        with self._lock:
+            self.held[chunk, layer] = level
+            self.events.append(("decode", chunk, level))
+        return (layer,)
+
+    def recompute(self, chunk: int) -> Iterator[None]:
+        before = [self.held[earlier, layer] for earlier in range(chunk) for layer in range(4)]
+        yield
+        assert before == [self.held[k, layer] for k in range(chunk) for layer in range(4)]
+        for layer in range(4):
+            self.held[chunk, layer] = TEXT
+        with self._lock:
+            self.events.append(("recompute", chunk, TEXT))
+
+    def levels(self, chunk: int) -> set[int]:
+        return {self.held[chunk, layer] for layer in range(4)}
+
+
+@pytest.fixture
+def start(made_up: Path, slow_store: Any) -> Any:
+    """``start(policy, memory, **options)``; the store's own options in ``store``."""
+
+    def start(policy: Any, memory: Memory, *, store: Any = None, **options: Any) -> ChunkStream:
+        artifact = Artifact.open(store or slow_store(made_up))
+        return ChunkStream(
+            artifact, policy, ALL, memory.decode, recompute=memory.recompute, workers=2, **options
+        )
+
+    return start
+
+
+def use(stream: ChunkStream) -> None:
+    for layer in range(4):
+        stream.wait_layer(layer)
+
+
+@pytest.mark.parametrize("levels", [(TEXT, 0, 1), (0, TEXT, 0), (1, TEXT, TEXT), (TEXT,) * 3])
+def test_chunks_are_recomputed_in_order(start: Any, scripted: Any, levels: tuple[int, ...]):
+    memory = Memory(decode_s=0.005)
+    stream = start(scripted(levels), memory)
+    use(stream)
+    assert [memory.levels(chunk) for chunk in range(3)] == [{level} for level in levels]
+    recomputed = [chunk for kind, chunk, _ in memory.events if kind == "recompute"]
+    assert recomputed == [chunk for chunk, level in enumerate(levels) if level == TEXT]
+    for kind, chunk, _ in memory.events:
+        assert kind == "decode" or all(levels[k] is not None for k in range(chunk))
+    steps = stream.report()
+    assert all(step.finished for step in steps)
+    for step in steps:
+        assert (step.recompute_s is None) == (step.level != TEXT)
+        assert (step.transfer_s is None) == (step.level == TEXT)
+
+
+def test_link_goes_on_while_a_chunk_waits_for_its_recomputation(start: Any, scripted: Any):
+    memory = Memory()
+    stream = start(scripted((TEXT, 0, 1)), memory)
+    stream.wait_transfers()
+    stop = time.monotonic() + 10
+    while len(memory.events) < 8 and time.monotonic() < stop:
+        time.sleep(0.01)
+    assert memory.events == [("decode", 1, 0)] * 4 + [("decode", 2, 1)] * 4
+    use(stream)
+    assert memory.events[8:] == [("recompute", 0, TEXT)]
+
+
+def test_text_without_a_model_is_refused(made_up: Path, slow_store: Any, scripted: Any):
+    stream = ChunkStream(
+        Artifact.open(slow_store(made_up)), scripted((0, TEXT, 0)), ALL, Memory().decode
+    )
+    with pytest.raises(UnsupportedError, match="recompute chunk 1"):
+        use(stream)
+
+
+def test_refinements_come_after_the_base(start: Any, scripted: Any):
+    memory = Memory(decode_s=0.003)
+    order = (1, 0, 2)
+    stream = start(scripted((0,) * 3, [Refinement(c, 1, 0, LATER) for c in order]), memory)
+    use(stream)
+    assert all(memory.levels(chunk) == {1} for chunk in range(3))
+    for chunk in range(3):
+        seen = [level for _, which, level in memory.events if which == chunk]
+        assert seen == [0] * 4 + [1] * 4
+    steps = stream.report()
+    assert [(s.chunk, s.level, s.refinement) for s in steps[3:]] == [(c, 1, True) for c in order]
+
+
+def test_chosen_levels_that_a_policy_sees_follow_its_refinements(start: Any, scripted: Any):
+    refinements = [Refinement(2, 1, 0, LATER), Refinement(0, TEXT, 0, LATER)]
+    policy = scripted((0,) * 3, refinements)
+    use(start(policy, Memory()))
+    assert [list(state.chosen) for state in policy.states[3:]] == [
+        [0, 0, 0],
+        [0, 0, 1],
+        [TEXT, 0, 1],
+    ]
+
+
+def test_refinement_never_changes_what_a_recomputation_reads(start: Any, scripted: Any):
+    """Chunk 2 is recomputed from chunks 0 and 1 while chunk 0 is to be refined."""
+    memory = Memory(decode_s=0.002)
+    refinements = [Refinement(2, TEXT, 0, LATER), Refinement(0, 1, 0, LATER)]
+    use(start(scripted((0,) * 3, refinements), memory))  # Memory.recompute checks it
+    assert [memory.levels(chunk) for chunk in range(3)] == [{1}, {0}, {TEXT}]
+    kinds = [event for event in memory.events if event[0] == "recompute" or event[2] == 1]
+    assert kinds == [("recompute", 2, TEXT), *[("decode", 0, 1)] * 4]
+
+
+def test_stalled_refinement_is_given_up_at_its_time(
+    start: Any, scripted: Any, made_up: Path, slow_store: Any, threads_end: Any
+):
+    store = slow_store(made_up, gated=True)
+    for _ in range(3):
+        store.gate.release()  # the bases, and nothing more
+    memory = Memory()
+    stream = start(scripted((0,) * 3, [Refinement(2, 1, 0, 0.5)]), memory, store=store)
+    started = time.monotonic()
+    use(stream)
+    assert 0.3 < time.monotonic() - started < 5
+    assert all(memory.levels(chunk) == {0} for chunk in range(3))
+    stream.wait_transfers()  # which does not wait for the stalled one
+    assert not stream.report()[-1].finished
+    store.gate.release(10)
+    time.sleep(0.05)
+    assert all(memory.levels(chunk) == {0} for chunk in range(3))  # too late to be decoded
+    stream.close()
+    assert threads_end()
+
+
+def test_refinement_that_was_handed_over_is_decoded_to_its_end(start: Any, scripted: Any):
+    """Its time is over while its segments are still in the queue: they are waited for."""
+    memory = Memory(decode_s=0.15)
+    stream = start(scripted((0,) * 3, [Refinement(0, 1, 0, 1.2)]), memory)
+    use(stream)
+    refined = stream.report()[-1]
+    assert refined.refinement
+    assert memory.levels(0) == ({1} if refined.finished else {0})
+    assert all(memory.levels(chunk) == {0} for chunk in (1, 2))
+
+
+def test_nothing_changes_once_a_layer_was_read(start: Any, scripted: Any):
+    memory = Memory(decode_s=0.02)
+    refinements = [Refinement(chunk, 1, 0, 0.2) for chunk in (0, 1, 2)]
+    stream = start(scripted((0,) * 3, refinements), memory)
+    use(stream)
+    seen = dict(memory.held)
+    time.sleep(0.2)
+    assert memory.held == seen
+    assert set(seen.values()) <= {0, 1}
+
+
+@pytest.mark.parametrize("damage", [0, 2])
+def test_link_that_fails_in_a_refinement_leaves_the_base(
+    start: Any, scripted: Any, made_up: Path, slow_store: Any, threads_end: Any, damage: int
+):
+    store = slow_store(made_up, gated=True)
+    for _ in range(3):
+        store.gate.release()
+    memory = Memory()
+    stream = start(scripted((0,) * 3, [Refinement(2, 1, 0, LATER)]), memory, store=store)
+    while len(memory.events) < 12:
+        time.sleep(0.01)
+    if damage:
+        store.damage_next(damage)
+    else:
+        store.closed = True
+    store.gate.release(10)
+    use(stream)
+    assert memory.levels(2) == {0}
+    assert threads_end()
+
+
+def test_recomputation_that_would_be_late_is_not_begun(start: Any, scripted: Any):
+    rates = MachineRates()
+    rates.prefill = PrefillCost(100.0, 0.0, 0.0)
+    refinements = [Refinement(0, TEXT, 0, 50.0), Refinement(1, TEXT, 0, LATER)]
+    memory = Memory()
+    stream = start(scripted((0,) * 3, refinements), memory, rates=rates)
+    started = time.monotonic()
+    use(stream)
+    assert time.monotonic() - started < 5
+    assert not any(kind == "recompute" for kind, *_ in memory.events)
+    assert [step.finished for step in stream.report()] == [True] * 3 + [False] * 2
+
+
+def test_segments_that_carry_too_few_layers_are_an_error_and_no_hang(
+    made_up: Path, slow_store: Any, scripted: Any
+):
+    def decode(chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+        return () if layer == 3 else (layer,)
+
+    stream = ChunkStream(Artifact.open(slow_store(made_up)), scripted((0, 0, 0)), ALL, decode)
+    with pytest.raises(FormatError, match=r"none that carries layers \[3\]"):
+        stream.wait_layer(3)
+
+
+def test_state_tells_what_things_cost(start: Any, scripted: Any):
+    rates = MachineRates()
+    rates.prefill = PrefillCost(0.0, 0.25, 0.0)
+    policy, memory = scripted((0, TEXT, 1), [Refinement(0, 1, 0, LATER)]), Memory(decode_s=0.02)
+    stream = start(policy, memory, rates=rates)
+    stream.costs.prompt_tokens = 10
+    use(stream)
+    first, second, third, refining, last = policy.states
+    assert first.recompute_s == [pytest.approx(2.0 * RECOMPUTE_MARGIN)] * 3  # 8 tokens each
+    assert first.decode_s == [[0.0, 0.0]] * 3
+    assert second.throughputs_bytes_per_s
+    # Chunk 1 is queued, and nobody had come to recompute it when the third was chosen.
+    assert third.compute_free_s >= third.elapsed_s + 1.5
+    assert refining.tail_s >= 2.5
+    assert last.decode_s[0][0] == pytest.approx(4 * 0.02 / 2, rel=0.5)
+    steps = stream.report()
+    assert steps[0].predicted_transfer_s is None
+    assert steps[2].predicted_transfer_s > 0
+    assert steps[1].predicted_recompute_s == pytest.approx(2.0)
+    assert steps[0].decode_s == pytest.approx(4 * 0.02 / 2, rel=0.5)
+
+
+def test_second_stream_knows_the_link(start: Any, scripted: Any):
+    rates, policy = MachineRates(), scripted((0, 0, 0))
+    start(scripted((0, 0, 0)), Memory(), rates=rates).wait_transfers()
+    use(start(policy, Memory(), rates=rates))
+    # Of the third chunk a slow decoder may have held up the transfer, which then tells nothing.
+    assert len(policy.states[0].throughputs_bytes_per_s) in (2, 3)
+
+
+def test_only_recomputable_chunks_have_a_cost(start: Any, scripted: Any):
+    rates = MachineRates()
+    rates.prefill = PrefillCost(1.0, 0.0, 0.0)
+    policy = scripted((TEXT, 0, 0), [Refinement(1, TEXT, 0, LATER)])
+    use(start(policy, Memory(), rates=rates, holds_past=(True, False, False)))
+    finite = [[cost < LATER for cost in state.recompute_s] for state in policy.states]
+    assert finite == [
+        [True, True, True],  # each may follow the one before
+        [True, True, True],
+        [True, True, False],  # chunk 1 was fetched, so nothing can follow it
+        [True, True, False],
+        [True, False, True],  # what comes next is chunk 2
+    ]
+
+
+def test_closing_while_a_refinement_waits(
+    start: Any, scripted: Any, made_up: Path, slow_store: Any, threads_end: Any
+):
+    store = slow_store(made_up, gated=True)
+    for _ in range(3):
+        store.gate.release()
+    stream = start(scripted((0,) * 3, [Refinement(2, 1, 0, LATER)]), Memory(), store=store)
+    closer = threading.Timer(0.1, stream.close)
+    closer.start()
+    with contextlib.suppress(StoreError):  # unless the bases were in place in time
+        use(stream)
+    closer.join()
+    assert threads_end()
+
+
+class SlowMeter(Meter):
+    """Every transfer takes longer than was expected."""
+
+    @property
+    def seconds(self) -> float:
+        return 100.0
+
+
+def test_chunk_that_arrives_too_slowly_is_recomputed_instead(
+    start: Any, made_up: Path, slow_store: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The policy takes a level, and sees after two segments that text would have been better."""
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.RECONSIDER_S", 0.0)
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.Meter", SlowMeter)
+    states: list[StreamState] = []
+
+    class Regretful(Policy):
+        def choose(self, state: StreamState) -> int:
+            states.append(state)
+            return TEXT if state.next_chunk == 1 and state.sizes_bytes[1][0] < 600 else 0
+
+    memory = Memory()
+    stream = start(Regretful(), memory)
+    use(stream)
+    assert [memory.levels(chunk) for chunk in range(3)] == [{0}, {TEXT}, {0}]
+    steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
+    assert steps == [(0, 0, True), (1, 0, False), (1, TEXT, True), (2, 0, True)]
+    assert stream.report()[1].size_bytes == 2 * 260
+    asked = [state.sizes_bytes[1] for state in states if state.next_chunk == 1]
+    assert asked == [(1040, 2080), [780, 780], [520, 520]]
+    assert stream.sources() == ["exact"] * 3

@@ -1,0 +1,212 @@
+"""Segments of a level and of what it refines, and what part of a transfer tells the rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cachegen.artifact import Artifact, ArtifactWriter, Identity, LevelRecord
+from hf_cachegen.errors import FormatError
+from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
+from hf_cachegen.streaming import transfer
+from hf_cachegen.streaming.transfer import MIN_SAMPLE_BYTES, Meter, SegmentReader
+
+LAYERS = [0, 1, 2, 3]
+EMPTY = 2
+"""The layer whose values are in the segment of the one before it."""
+
+CHAINS = {0: (0,), 1: (0, 1), 2: (0, 1, 2), 3: (3,), 4: (0, 4)}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Time to set."""
+    now = [0.0]
+    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_an_undisturbed_transfer_counts_as_a_whole(clock: list[float]):
+    meter = Meter()
+    assert meter.bytes_per_s() is None
+    clock[0], meter.size_bytes = 2.0, 1000
+    assert meter.bytes_per_s() == 500
+
+
+def test_what_comes_after_a_hold_up_does_not_count(clock: list[float]):
+    meter = Meter()
+    clock[0], meter.size_bytes = 2.0, MIN_SAMPLE_BYTES
+    meter.hold_up()
+    clock[0], meter.size_bytes = 10.0, 5 * MIN_SAMPLE_BYTES
+    meter.hold_up()
+    clock[0] = 10.1
+    assert meter.bytes_per_s() == MIN_SAMPLE_BYTES / 2
+    assert meter.seconds == pytest.approx(10.1)
+
+
+def test_too_little_before_a_hold_up_tells_nothing(clock: list[float]):
+    meter = Meter()
+    clock[0], meter.size_bytes = 2.0, MIN_SAMPLE_BYTES - 1
+    meter.hold_up()
+    clock[0], meter.size_bytes = 10.0, 10 * MIN_SAMPLE_BYTES
+    assert meter.bytes_per_s() is None
+
+
+Segment = Callable[[int, int, int], bytes]
+
+
+def part(segment: Segment, chunk: int, level: int, layer: int) -> bytes:
+    return b"" if layer == EMPTY else segment(chunk, level, layer)
+
+
+@pytest.fixture(scope="module")
+def nested(tmp_path_factory: pytest.TempPathFactory, segment: Segment) -> Path:
+    """Two chunks: a base, two refinements in a row, an exact level, another refinement."""
+    tensor = TensorSpec(name="keys", heads=2, dim=64)
+    layer = LayerSpec(kind="full_attention", tensors=(tensor,))
+    identity = Identity(
+        model_id="org/model",
+        weights="ab" * 16,
+        config="cd" * 16,
+        architecture="LlamaForCausalLM",
+        layout=KVLayout(dtype="float32", ropes={}, layers=(layer,) * len(LAYERS)),
+    )
+    refines = {"base": None, "fine": "base", "finer": "fine", "exact": None, "beside": "base"}
+    levels = [
+        LevelRecord(name=name, codec="raw", exact=name == "exact", refines=refined)
+        for name, refined in refines.items()
+    ]
+    target = tmp_path_factory.mktemp("nested") / "artefact"
+    with ArtifactWriter(target, identity, levels, 8, list(range(16))) as writer:
+        for plan in writer.missing_chunks():
+            writer.add_chunk(
+                plan,
+                [[part(segment, plan.position, i, j) for j in LAYERS] for i in range(5)],
+            )
+        writer.commit()
+    return target
+
+
+@pytest.fixture
+def reader(nested: Path, slow_store: Any) -> Callable[..., tuple[Any, SegmentReader]]:
+    """``reader(keep=..., **tricks)``: the store and a reader on it."""
+
+    def reader(*, keep: bool = False, **tricks: Any) -> tuple[Any, SegmentReader]:
+        store = slow_store(nested, **tricks)
+        return store, SegmentReader(Artifact.open(store), keep=keep)
+
+    return reader
+
+
+def fetch(
+    segments: SegmentReader, chunk: int, level: int, layers: list[int] = LAYERS
+) -> tuple[list[tuple[int, bytes]], int]:
+    """What a read yields, and how many bytes were fetched for it."""
+    meter = Meter()
+    return list(segments.read(chunk, level, layers, meter)), meter.size_bytes
+
+
+def expected(
+    segment: Segment, chunk: int, level: int, layers: list[int] = LAYERS
+) -> list[tuple[int, bytes]]:
+    chain = CHAINS[level]
+    return [(j, b"".join(part(segment, chunk, i, j) for i in chain)) for j in layers]
+
+
+def size_of(segment: Segment, chunk: int, *levels: int) -> int:
+    return sum(len(part(segment, chunk, level, layer)) for level in levels for layer in LAYERS)
+
+
+@pytest.mark.parametrize("level", CHAINS)
+@pytest.mark.parametrize("layers", [LAYERS, [1, 2], [0, 3]])
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_level_comes_after_all_that_it_refines(
+    reader: Any, segment: Segment, level: int, layers: list[int], keep: bool
+) -> None:
+    _, segments = reader(keep=keep)
+    for chunk in (1, 0):
+        found, size = fetch(segments, chunk, level, layers)
+        assert found == expected(segment, chunk, level, layers)
+        assert size == sum(len(data) for _, data in found)
+
+
+def test_levels_side_by_side_are_one_transfer(reader: Any) -> None:
+    store, segments = reader()
+    for level, requests in ((0, 1), (1, 1), (2, 1), (3, 1), (4, 2)):
+        store.reads.clear()
+        fetch(segments, 0, level)
+        assert len(store.reads) == requests
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 1), (0, 2), (1, 2), (0, 4)])
+def test_refining_what_was_kept_fetches_only_what_it_lacks(
+    reader: Any, segment: Segment, first: int, then: int
+) -> None:
+    store, segments = reader(keep=True)
+    fetch(segments, 0, first)
+    store.reads.clear()
+    found, size = fetch(segments, 0, then)
+    assert found == expected(segment, 0, then)
+    assert size == size_of(segment, 0, *(i for i in CHAINS[then] if i not in CHAINS[first]))
+    assert sum(size for _, size in store.reads) == size
+
+
+def test_one_refinement_after_another_reads_every_byte_once(reader: Any, segment: Segment) -> None:
+    store, segments = reader(keep=True)
+    for level in (0, 1, 2):
+        assert fetch(segments, 1, level) == (
+            expected(segment, 1, level),
+            size_of(segment, 1, level),
+        )
+    assert sum(size for _, size in store.reads) == size_of(segment, 1, 0, 1, 2)
+
+
+def test_what_was_not_kept_or_is_forgotten_is_fetched_again(reader: Any, segment: Segment) -> None:
+    for keep in (False, True):
+        _, segments = reader(keep=keep)
+        fetch(segments, 0, 0)
+        segments.forget()
+        found, size = fetch(segments, 0, 1)
+        assert found == expected(segment, 0, 1)
+        assert size == size_of(segment, 0, 0, 1)
+
+
+def test_other_branches_and_exact_levels_are_not_built_on_what_was_kept(
+    reader: Any, segment: Segment
+) -> None:
+    _, segments = reader(keep=True)
+    for level in (2, 4, 3, 0, 3, 1, 1):
+        found, size = fetch(segments, 0, level)
+        assert found == expected(segment, 0, level)
+    assert size == size_of(segment, 0, 0, 1), "the same level once more is a new request for it"
+
+
+def test_a_read_that_was_closed_early_goes_on_from_what_it_had(
+    reader: Any, segment: Segment
+) -> None:
+    """Layers that are at different levels are each completed."""
+    _, segments = reader(keep=True)
+    fetch(segments, 0, 0)
+    partly = segments.read(0, 1, LAYERS, Meter())
+    assert [next(partly)[0] for _ in range(2)] == [0, 1]
+    partly.close()
+    found, size = fetch(segments, 0, 2)
+    assert found == expected(segment, 0, 2)
+    assert size == size_of(segment, 0, 2) + len(part(segment, 0, 1, 3))
+
+
+def test_a_layer_without_values_of_its_own_costs_no_transfer(reader: Any) -> None:
+    store, segments = reader()
+    assert fetch(segments, 0, 2, [EMPTY]) == ([(EMPTY, b"")], 0)
+    assert sum(size for _, size in store.reads) == 0
+
+
+def test_a_damaged_part_of_a_chain_is_asked_for_once_more(reader: Any, segment: Segment) -> None:
+    store, segments = reader(damage=1)
+    assert fetch(segments, 0, 2)[0] == expected(segment, 0, 2)
+    store.damage_next(2)
+    with pytest.raises(FormatError, match=r"level base, layer 0"):
+        fetch(segments, 1, 2)
