@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_cachegen.errors import UnsupportedError
+from hf_cachegen.hf.families import OTHER_STATES, media_tokens, rotation_pairing, unsupported
 from hf_cachegen.layout import RopeSpec
 
-HALF_ROTATION_MODELS = frozenset(
-    {"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"}
-)
-"""Model types whose cached keys pair channel d with d + D/2. For others keys are coded as they are
-cached: right, but larger, since an encoder may un-rotate only what it knows how to rotate back."""
-
-STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """RoPE types whose frequencies do not depend on the length of the sequence."""
 
 VOLATILE_CONFIG_KEYS = frozenset(
@@ -33,11 +32,20 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def layer_configs(config: Any) -> Sequence[Any]:
+    """Config of each layer of a decoder; newer versions know what differs between layers."""
+    configs: Sequence[Any] | None = getattr(config, "per_layer_config", None)
+    return configs or [config] * config.num_hidden_layers
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """Name of the cache argument of ``forward`` and ``generate``: 5.24 renamed it to ``cache``."""
-    parameters = inspect.signature(inspect.unwrap(type(model).generate)).parameters
-    forward = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    return "cache" if "cache" in forward or "cache" in parameters else "past_key_values"
+    known = {*_parameters(type(model).generate), *_parameters(type(model).forward)}
+    return "cache" if "cache" in known else "past_key_values"
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    return inspect.signature(inspect.unwrap(function)).parameters
 
 
 def output_cache(output: Any) -> Any:
@@ -49,48 +57,113 @@ def output_cache(output: Any) -> Any:
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """An empty cache whose sliding layers keep every token, so that all of it can be stored."""
     cache = DynamicCache(config=model.config)
+    cache.layers = storing_layers(cache)
     cache.activate_past_recording()
     return cache
 
 
 def native_layers(model: PreTrainedModel) -> list[DynamicLayer]:
-    """Empty native cache layers of a model.
+    """Empty native cache layers of a model, without those that reuse what others cache.
 
     Raises
     ------
     UnsupportedError
         A layer caches something other than keys and values of full or sliding attention, or the
-        model has an encoder.
+        model is no decoder that continues its own cache.
     """
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{type(model).__name__} caches cross-attention to an encoder; only decoders are "
-            "supported"
-        )
-    layers = DynamicCache(config=model.config).layers
+    name = type(model).__name__
+    layers = storing_layers(DynamicCache(config=model.config))
     for index, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            kind = type(layer).__name__
+            state = OTHER_STATES.get(kind, "a state of its own")
             raise UnsupportedError(
-                f"layer {index} of {type(model).__name__} caches in a {type(layer).__name__}; "
-                "only full and sliding attention caches are supported"
+                f"layer {index} of {name} caches {state} in a {kind}; only full and sliding "
+                "attention caches are supported"
             )
+    reason = unsupported(text_config(model))
+    if model.config.is_encoder_decoder:
+        reason = "it caches cross-attention to an encoder; only decoders are supported"
+    elif not {"cache", "past_key_values"} & set(_parameters(type(model).forward)):
+        reason = "its forward pass takes no key-value cache"
+    if reason is not None:
+        raise UnsupportedError(f"{name} is not supported: {reason}")
     return layers
 
 
+def check_text(model: PreTrainedModel, token_ids: Tensor) -> None:
+    """Raise UnsupportedError if ids ``[T]`` stand for pictures, video or sound.
+
+    The ids are all that tells one context from another, and they do not tell one picture from
+    another.
+    """
+    for name, token in media_tokens(model.config).items():
+        places = torch.nonzero(token_ids == token)
+        if len(places):
+            raise UnsupportedError(
+                f"the context has a placeholder ({name} {token}) at position {int(places[0])}; "
+                "only contexts of text can be told apart, so encode the text before it"
+            )
+
+
+def storing_layers(cache: Cache) -> list[Any]:
+    """Layers without the last ones, which reuse the keys and values of others (Gemma 3n and 4).
+
+    Newer versions have placeholders for those, older ones nothing.
+    """
+    shared = takewhile(lambda layer: type(layer).__name__ == "DummyLayer", reversed(cache.layers))
+    return cache.layers[: len(cache.layers) - len(list(shared))]
+
+
 def layer_devices(model: PreTrainedModel, n_layers: int) -> list[torch.device]:
-    """Device of each decoder layer, where its cache belongs."""
-    execution = getattr(model, "hf_device_map", None) or {}
-    main = next((p.device for p in model.parameters() if p.device.type != "meta"), model.device)
-    devices = [main] * n_layers
-    for name, module in model.named_modules():
-        head, _, index = name.rpartition(".")
-        if head.endswith("layers") and index.isdigit() and int(index) < n_layers:
-            own = next(module.parameters(), None)
-            if own is not None and own.device.type != "meta":
-                devices[int(index)] = own.device
-            elif name in execution and execution[name] != "disk":
-                devices[int(index)] = torch.device(execution[name])
-    return devices
+    """Device of each of the first decoder layers, where its cache belongs."""
+    blocks = next(
+        (
+            module
+            for module in model.get_decoder().modules()
+            if isinstance(module, torch.nn.ModuleList) and len(module) >= n_layers
+        ),
+        [model] * n_layers,
+    )
+    return [running_device(block) for block in blocks[:n_layers]]
+
+
+def running_device(module: torch.nn.Module) -> torch.device:
+    """Where a module runs; accelerate brings the weights of an offloaded one there for the run."""
+    for part in module.modules():
+        for hook in _hooks(part):
+            device = getattr(hook, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    places = (parameter.device for parameter in module.parameters())
+    return next((place for place in places if place.type != "meta"), torch.device("cpu"))
+
+
+def loaded_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name, those included that accelerate keeps on the CPU or on disk.
+
+    Tied ones come once, also where offloading has made two of them.
+    """
+    for name, parameter in model.named_parameters():
+        if name not in model.all_tied_weights_keys:
+            yield name, parameter if parameter.device.type != "meta" else _offloaded(model, name)
+
+
+def _offloaded(model: PreTrainedModel, name: str) -> Tensor:
+    """An offloaded parameter, from the hook of the module that will need it."""
+    parts = name.split(".")
+    for depth in reversed(range(len(parts))):
+        for hook in _hooks(model.get_submodule(".".join(parts[:depth]))):
+            weights = getattr(hook, "weights_map", None) or {}
+            with suppress(KeyError):
+                return weights[".".join(parts[depth:])]
+    raise UnsupportedError(f"the weights of {name} are on the meta device and nowhere else")
+
+
+def _hooks(module: torch.nn.Module) -> Sequence[Any]:
+    """The hooks of accelerate on a module."""
+    hook = getattr(module, "_hf_hook", None)
+    return getattr(hook, "hooks", [hook])
 
 
 def rope_specs(model: PreTrainedModel) -> dict[str, RopeSpec]:
@@ -99,13 +172,12 @@ def rope_specs(model: PreTrainedModel) -> dict[str, RopeSpec]:
     Read from the frequencies in use. Empty for models whose pairing is not known here, and for
     RoPE types whose frequencies move with the length of the sequence.
     """
-    config = text_config(model)
-    if config.model_type not in HALF_ROTATION_MODELS:
-        return {}
+    pairing = rotation_pairing(text_config(model).model_type)
     rotary = next(
-        (m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None
+        (m for m in model.get_decoder().modules() if type(m).__name__.endswith("RotaryEmbedding")),
+        None,
     )
-    if rotary is None:
+    if pairing is None or rotary is None:
         return {}
     if hasattr(rotary, "inv_freq"):
         kinds = {"": (rotary.rope_type, rotary.inv_freq, rotary.attention_scaling)}
@@ -122,8 +194,34 @@ def rope_specs(model: PreTrainedModel) -> dict[str, RopeSpec]:
         kind: RopeSpec(
             inv_freq=tuple(inv_freq.float().tolist()),
             attention_scaling=float(scaling),
-            pairing="half",
+            pairing=pairing,
         )
         for kind, (rope_type, inv_freq, scaling) in kinds.items()
         if rope_type in STATIC_ROPE_TYPES
     }
+
+
+def longrope_limit(model: PreTrainedModel) -> int | None:
+    """Tokens past which a model with longrope rotates every key otherwise; None for others."""
+    return _original_length(model, "longrope")
+
+
+def one_pass_limit(model: PreTrainedModel) -> int | None:
+    """Tokens past which a context has to run in one pass; None if it may always be cut.
+
+    Past it the frequencies depend on the length of the sequence, so that pieces would be rotated
+    as parts of a shorter one.
+    """
+    lengths = (_original_length(model, kind) for kind in ("dynamic", "longrope"))
+    return next((length for length in lengths if length is not None), None)
+
+
+def _original_length(model: PreTrainedModel, rope_type: str) -> int | None:
+    """Length for which a rotation of this type was trained; None if the model has none."""
+    config = text_config(model)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters] if "rope_type" in parameters else parameters.values():
+        if isinstance(rope, dict) and rope.get("rope_type") == rope_type:
+            length = rope.get("original_max_position_embeddings")
+            return int(length or config.max_position_embeddings)
+    return None

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_cachegen.errors import UnsupportedError
+from hf_cachegen.hf.compat import storing_layers
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def cached_layers(cache: Cache) -> list[CachedLayer]:
     """The contents of a filled transformers cache of batch size 1."""
     length = cache.get_seq_length()
     layers = []
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(storing_layers(cache)):
         tensors = (layer.keys, layer.values)
         if any(tensor is None or tensor.ndim != 4 for tensor in tensors):
             raise UnsupportedError(f"layer {index} of the cache holds no keys and values to save")

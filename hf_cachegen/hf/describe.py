@@ -16,10 +16,12 @@ from hf_cachegen.artifact import Identity, TableRef
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.hf.compat import (
     VOLATILE_CONFIG_KEYS,
+    loaded_parameters,
     native_layers,
     rope_specs,
     text_config,
 )
+from hf_cachegen.hf.families import rotated_tensor
 from hf_cachegen.layout import (
     DtypeName,
     KVLayout,
@@ -50,13 +52,13 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
     BLAKE2b over every parameter's name, shape, dtype and :data:`FINGERPRINT_VALUES` evenly spaced
     values. It sees fine-tuning, merged or attached adapters and quantisation, needs no files, and
-    takes milliseconds where hashing all bytes takes seconds. Parameters that are offloaded to the
-    meta device count with name and shape only.
+    takes milliseconds where hashing all bytes takes seconds. Offloaded parameters are read from
+    where accelerate keeps them.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
+    for name, parameter in loaded_parameters(model):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        if parameter.device.type != "meta" and parameter.numel():
+        if parameter.numel():
             digest.update(_sample(parameter.detach()))
     return digest.hexdigest()
 
@@ -78,18 +80,20 @@ def describe_layout(model: PreTrainedModel, tensors: Sequence[Sequence[Tensor]])
         Per layer the cached keys and values ``[..., H, T, D]``.
     """
     ropes = rope_specs(model)
-    kinds = getattr(text_config(model), "layer_types", None) or [""] * len(tensors)
+    config = text_config(model)
+    kinds = getattr(config, "layer_types", None) or [""] * len(tensors)
     layers = []
-    for native, kind, layer in zip(native_layers(model), kinds, tensors, strict=True):
-        rope = next((key for key in (kind, "") if key in ropes), None)
+    for index, (native, layer) in enumerate(zip(native_layers(model), tensors, strict=True)):
+        rope = next((_rope_name(key) for key in (kinds[index], "") if key in ropes), None)
+        rotated = rotated_tensor(config, index)
         specs = tuple(
             TensorSpec(
                 name=name,
                 heads=tensor.shape[-3],
                 dim=tensor.shape[-1],
-                rope=_rope_name(rope) if name == "keys" and rope is not None else None,
+                rope=rope if place == rotated else None,
             )
-            for name, tensor in zip(TENSOR_NAMES, layer, strict=True)
+            for place, (name, tensor) in enumerate(zip(TENSOR_NAMES, layer, strict=True))
         )
         window = getattr(native, "sliding_window", None)
         form: LayerKind = "full_attention" if window is None else "sliding_attention"

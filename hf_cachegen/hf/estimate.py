@@ -9,6 +9,7 @@ from transformers import AutoConfig, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_cachegen.errors import StoreNotFound, UnsupportedError
+from hf_cachegen.hf.compat import layer_configs, storing_layers
 from hf_cachegen.hf.describe import TENSOR_NAMES
 from hf_cachegen.layout import DtypeName, KVLayout, LayerSpec, TensorSpec
 
@@ -48,18 +49,18 @@ def estimate_layout(config: Any, dtype: DtypeName | None = None) -> KVLayout:
         dtype is not one of the format.
     """
     text = config.get_text_config(decoder=True)
-    windows = [_window(*entry) for entry in enumerate(DynamicCache(config=config).layers)]
-    tensors = _tensors(text)
+    windows = [_window(*entry) for entry in enumerate(storing_layers(DynamicCache(config=config)))]
+    configs = layer_configs(text)
     return KVLayout(
         dtype=dtype or _config_dtype(config),
         ropes={},
         layers=tuple(
             LayerSpec(
                 kind="full_attention" if window is None else "sliding_attention",
-                tensors=tensors,
+                tensors=_tensors(configs[index]),
                 window=window,
             )
-            for window in windows
+            for index, window in enumerate(windows)
         ),
     )
 

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_cachegen.hf.compat import cache_argument, new_cache
+from hf_cachegen.hf.compat import cache_argument, new_cache, one_pass_limit, running_device
 
 PREFILL_TOKENS = 2048
 """Tokens per forward pass. It bounds the memory that activations take, whatever the context."""
@@ -33,12 +33,15 @@ def prefill(
     token_ids
         ``[T]``.
     piece_tokens
-        Tokens per forward pass.
+        Tokens per forward pass. A context takes one pass if its rotation depends on its length.
     progress
         Show a progress bar if there is more than one pass.
     """
     cache = new_cache(model)
-    pieces = torch.split(token_ids.to(model.device)[None], piece_tokens, dim=1)
+    limit = one_pass_limit(model)
+    if limit is not None and token_ids.numel() > limit:
+        piece_tokens = token_ids.numel()
+    pieces = torch.split(token_ids.to(running_device(model))[None], piece_tokens, dim=1)
     bar = tqdm(pieces, "prefill", unit="pass", disable=not progress or len(pieces) == 1)
     for piece in bar:
         arguments: dict[str, Any] = {cache_argument(model): cache}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -19,7 +20,14 @@ from transformers import (
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_cachegen.codec.rope import rotate, unrotate
-from hf_cachegen.hf.compat import layer_devices, new_cache, output_cache, rope_specs
+from hf_cachegen.hf.compat import (
+    layer_devices,
+    longrope_limit,
+    new_cache,
+    one_pass_limit,
+    output_cache,
+    rope_specs,
+)
 
 START = 37
 
@@ -119,6 +127,25 @@ def _unknown_family() -> PreTrainedModel:
 @pytest.mark.parametrize("make", [_longrope, _dynamic, _unknown_family])
 def test_rotation_that_may_move_or_is_not_known_is_left_alone(make: Any) -> None:
     assert rope_specs(make()) == {}
+
+
+def test_lengths_at_which_a_rotation_moves() -> None:
+    static = llama_with(**YARN)
+    assert (longrope_limit(static), one_pass_limit(static)) == (None, None)
+    assert (longrope_limit(_longrope()), one_pass_limit(_longrope())) == (128, 128)
+    assert (longrope_limit(_dynamic()), one_pass_limit(_dynamic())) == (None, 512)
+    assert one_pass_limit(_unknown_family()) is None
+
+
+def test_lengths_of_a_model_with_two_rotations(tiny_gemma: Gemma3ForCausalLM) -> None:
+    assert one_pass_limit(tiny_gemma) is None
+    config = copy.deepcopy(tiny_gemma.config)
+    config.rope_parameters["full_attention"] = {
+        "rope_type": "dynamic",
+        "factor": 2.0,
+        "rope_theta": 10_000.0,
+    }
+    assert one_pass_limit(Gemma3ForCausalLM(config)) == 4096
 
 
 def test_recorded_cache_keeps_what_a_window_leaves(tiny_gemma: Gemma3ForCausalLM) -> None:
