@@ -20,6 +20,8 @@ from hf_cachegen.errors import (
 if TYPE_CHECKING:
     from hf_cachegen.hf import (
         CompressedStreamingCache,
+        fill_cache,
+        load_longest_prefix,
         profile_model,
         push_artifact,
         record_cache,
@@ -40,6 +42,8 @@ __all__ = [
     "StoreNotFound",
     "TableMismatch",
     "UnsupportedError",
+    "fill_cache",
+    "load_longest_prefix",
     "profile_model",
     "push_artifact",
     "record_cache",

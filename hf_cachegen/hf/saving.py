@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,18 +26,28 @@ from hf_cachegen.artifact import (
     TableRef,
 )
 from hf_cachegen.codec.base import SegmentCodec
+from hf_cachegen.codec.transform import Importance, Mode
 from hf_cachegen.config import CHUNK_TOKENS
-from hf_cachegen.errors import PromptMismatch, UnsupportedError
+from hf_cachegen.errors import PromptMismatch
 from hf_cachegen.hf.codecs import TableSource, load_table
-from hf_cachegen.hf.compat import native_layers, output_cache
+from hf_cachegen.hf.compat import check_text, native_layers
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
 from hf_cachegen.hf.describe import describe_identity, describe_layout
+from hf_cachegen.hf.fit import warn_of_misfit
 from hf_cachegen.hf.hub import push_artifact
 from hf_cachegen.hf.origin import Origin
 from hf_cachegen.hf.prefill import PREFILL_TOKENS, prefill
 from hf_cachegen.hf.profiling import profile_cache
 from hf_cachegen.layout import KVLayout
-from hf_cachegen.levels import available_levels, codec_for, default_levels, select_levels
+from hf_cachegen.levels import (
+    available_levels,
+    codec_for,
+    default_levels,
+    recorded_importance,
+    select_levels,
+    table_codecs,
+    weighted_levels,
+)
 from hf_cachegen.tables import ModelTable
 
 if TYPE_CHECKING:
@@ -58,6 +69,7 @@ def save_cache(
     levels: Sequence[str] | None = None,
     chunk_tokens: int | None = None,
     prefill_tokens: int = PREFILL_TOKENS,
+    importance: Mode | ArrayLike | Tensor | None = None,
     model_id: str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
@@ -86,12 +98,19 @@ def save_cache(
         A model table or where it is; ``"auto"`` takes a streamed cache's own, else makes a small
         one from this cache and embeds it; None stores exact levels only.
     levels
-        Names of the levels to store; by default a streamed cache's own, else every lossy one and
-        ``lossless``.
+        Names of the levels to store; by default a streamed cache's own, else those of the table's
+        best codec and ``lossless``.
     chunk_tokens
         Tokens per chunk; by default a streamed cache's own, else ``CHUNK_TOKENS``.
     prefill_tokens
         Tokens per forward pass.
+    importance
+        Which tokens ``transform`` spends its bits on: ``"predicted"`` by the model's table;
+        ``"recent"``, also by how near the end of the context they are, which is better for
+        questions about what came last and worse for others; ``"flat"``, on all alike; or how much
+        more an error of each token costs, as natural logs ``[T]``, added to the prediction. By
+        default as a streamed cache's levels record it if the levels are those, else
+        ``"predicted"``.
     model_id, revision
         What to record as the model's origin, if not what it was loaded from.
     overwrite
@@ -114,11 +133,15 @@ def save_cache(
         The model caches something that cannot be saved.
     IdentityError
         ``out`` holds an artefact of something else.
+    ValueError
+        The ids, ``levels`` or ``importance`` are not as above, or ``importance`` is missing since
+        the streamed levels were encoded with a caller's own weights.
     """
     if push_options and push_to_hub is None:
         raise ValueError(f"expected no {', '.join(push_options)} without push_to_hub")
     native_layers(model)  # refuses what cannot be saved before the model runs
     ids = _token_ids(tokenizer, text_or_ids)
+    check_text(model, ids)
     if cache is None:
         cache = prefill(model, ids, piece_tokens=prefill_tokens, progress=progress)
     length = cache.get_seq_length()
@@ -133,9 +156,16 @@ def save_cache(
         chosen = origin.manifest.levels
     else:
         hub_options = {"token": token, "endpoint": endpoint}
-        table, reference = _resolve_table(tables, model, layout, layers, hub_options)
+        table, location = _resolve_table(tables, model, layout, layers, hub_options)
         available = available_levels(table)
         chosen = default_levels(table) if levels is None else select_levels(available, levels)
+        reference = _refer(table, location, chosen)
+    if importance is None and origin is not None and _alike(chosen, origin.manifest.levels):
+        chosen = origin.manifest.levels
+        weighting = recorded_importance(chosen, length)
+    else:
+        weighting = _weighting("predicted" if importance is None else importance, length)
+        chosen = weighted_levels(chosen, weighting)
     manifest = _write(
         out,
         describe_identity(model, layout, reference, model_id=model_id, revision=revision),
@@ -144,6 +174,7 @@ def save_cache(
         ids,
         layers,
         table,
+        weighting,
         origin=origin,
         overwrite=overwrite,
         progress=progress,
@@ -151,78 +182,6 @@ def save_cache(
     if push_to_hub is not None:
         push_artifact(out, push_to_hub, token=token, endpoint=endpoint, **push_options)
     return manifest
-
-
-@contextmanager
-def record_cache(
-    model: PreTrainedModel, out: str | os.PathLike[str], **save_options: Any
-) -> Iterator[None]:
-    """Save what ``model.generate()`` caches inside the block.
-
-    Usage: ``with record_cache(model, "chat-kv"): model.generate(**inputs)``. The ids are taken from
-    the forward passes, so the artefact holds just what is in the cache: the prompt and all
-    generated tokens but the last. Nothing is saved if the block raises.
-
-    Parameters
-    ----------
-    model
-        The model; only hooks are added to it, for the time of the block.
-    out
-        Folder of the artefact.
-    **save_options
-        As for :func:`save_cache`.
-
-    Raises
-    ------
-    UnsupportedError
-        The block ran no forward pass with a cache, or ran a batch.
-    """
-    recorder = _Recorder()
-    hooks = [
-        model.register_forward_pre_hook(recorder.before, with_kwargs=True),
-        model.register_forward_hook(recorder.after, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if recorder.cache is None:
-        raise UnsupportedError("no forward pass with a cache ran inside record_cache")
-    ids = torch.tensor(recorder.token_ids)
-    save_cache(model, None, ids, out, cache=recorder.cache, **save_options)
-
-
-class _Recorder:
-    """Forward hooks that keep the cache and the ids of the tokens in it."""
-
-    def __init__(self) -> None:
-        self.cache: Cache | None = None
-        self.token_ids: list[int] = []
-        self._position = 0
-
-    def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = output_cache(kwargs)
-        self._position = 0 if cache is None else cache.get_seq_length()
-        if cache is not None and self._position == 0:
-            cache.activate_past_recording()
-
-    def after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        cache = output_cache(output)
-        cache = output_cache(kwargs) if cache is None else cache
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if cache is None or ids is None:
-            return
-        if ids.shape[0] != 1:
-            raise UnsupportedError(f"record_cache records one sequence, got a batch of {len(ids)}")
-        mask = kwargs.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and not mask.all():
-            raise UnsupportedError("record_cache records one sequence without padding, got a mask")
-        if cache is not self.cache:
-            self.token_ids = _known_ids(cache, self._position)
-        # A cache may have been cropped since the last pass, as assisted decoding does.
-        self.token_ids[self._position :] = ids[0].tolist()
-        self.cache = cache
 
 
 def save_extended(
@@ -242,6 +201,14 @@ def save_extended(
         Folder of the artefact.
     token_ids
         Ids of all cached tokens; needed once the cache has grown past its context.
+
+    Raises
+    ------
+    PromptMismatch
+        ``token_ids`` do not continue the context.
+    ValueError
+        ``token_ids`` are missing, or new tokens are to be encoded at levels that were encoded with
+        a caller's own weights.
     """
     length, known = cache.get_seq_length(), cache.known_length
     if token_ids is None and length > known:
@@ -266,6 +233,7 @@ def save_extended(
         ids[:length],
         cached_layers(cache),
         origin.table,
+        recorded_importance(origin.manifest.levels, length),
         origin=origin,
         progress=progress,
     )
@@ -279,12 +247,13 @@ def _write(
     token_ids: Tensor,
     layers: Sequence[CachedLayer],
     table: ModelTable | None,
+    importance: Importance | None,
     *,
     origin: Origin | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Manifest:
-    codecs = [codec_for(level, identity.layout, table) for level in levels]
+    codecs = [codec_for(level, identity.layout, table, importance) for level in levels]
     held_from = [layer.first for layer in layers]
     if origin is not None and origin.is_same(identity, levels, chunk_tokens, token_ids):
         held_from = origin.held_from()
@@ -300,9 +269,12 @@ def _write(
         ) as writer,
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        if table is not None and identity.table is not None and identity.table.location == EMBEDDED:
-            table.save(writer.folder / identity.table.folder)
         plans = writer.missing_chunks()
+        if importance is None:
+            _check_copied(plans, origin)
+        reference = identity.table
+        if table is not None and reference is not None and reference.location == EMBEDDED:
+            table.save(writer.folder / reference.folder, codecs=reference.codecs)
         for plan in tqdm(plans, "encode", unit="chunk", disable=not progress or len(plans) < 2):
             known = origin.segments(plan) if origin else None
             if known is not None:
@@ -310,7 +282,21 @@ def _write(
             else:
                 segments = _encode_chunk(plan, layers, codecs, pool)
                 writer.add_chunk(plan, segments, origin.source(plan) if origin else EXACT)
-        return writer.commit()
+        manifest = writer.commit()
+    warn_of_misfit(manifest, table)
+    return manifest
+
+
+def _check_copied(plans: Sequence[ChunkPlan], origin: Origin | None) -> None:
+    """Refuse chunks that are not copied: nobody knows the importance to encode them with."""
+    held = {record.name for record in origin.manifest.chunks} if origin else set()
+    for plan in plans:
+        if plan.name not in held:
+            raise ValueError(
+                "the levels were encoded with a caller's own weights, which an artefact does not "
+                f"hold, so tokens {plan.start} to {plan.end} cannot be encoded alike; give weights "
+                "or a mode: save_cache(model, tokenizer, ids, out, cache=cache, importance=...)"
+            )
 
 
 def _encode_chunk(
@@ -337,6 +323,29 @@ def _encode_chunk(
     return [list(segments) for segments in zip(*by_layer, strict=True)]
 
 
+def _alike(levels: Sequence[LevelRecord], others: Sequence[LevelRecord]) -> bool:
+    """Whether levels are the same but for the importance that they record."""
+    some = Importance()
+    return weighted_levels(levels, some) == weighted_levels(others, some)
+
+
+def _weighting(importance: Mode | ArrayLike | Tensor, n_tokens: int) -> Importance:
+    if isinstance(importance, str):
+        return Importance(cast(Mode, importance), n_tokens)
+    expected = f"expected importance as finite numbers [{n_tokens}], one a token"
+    try:
+        array = importance if isinstance(importance, Tensor) else np.array(importance)
+        weights = torch.as_tensor(array, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(importance).__name__
+        raise ValueError(f"{expected}, or the name of a mode; got {kind} ({error})") from error
+    if weights.shape != (n_tokens,):
+        raise ValueError(f"{expected}, got the shape {tuple(weights.shape)}")
+    if not weights.isfinite().all():
+        raise ValueError(f"{expected}, got some that are infinite or NaN")
+    return Importance("predicted", n_tokens, weights.detach())
+
+
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase | None, text_or_ids: str | Tensor | Sequence[int]
 ) -> Tensor:
@@ -358,31 +367,33 @@ def one_sequence(ids: Tensor) -> Tensor:
     return ids.reshape(-1).cpu()
 
 
-def _known_ids(cache: Cache, length: int) -> list[int]:
-    if length == 0:
-        return []
-    ids = getattr(cache, "token_ids", None)
-    if ids is None or getattr(cache, "known_length", 0) < length:
-        raise UnsupportedError(
-            f"the cache already held {length} tokens whose ids are not known; use "
-            "save_cache(model, tokenizer, all_ids, out, cache=cache)"
-        )
-    return list(ids[:length].tolist())
-
-
 def _resolve_table(
     tables: Tables,
     model: PreTrainedModel,
     layout: KVLayout,
     layers: Sequence[CachedLayer],
     hub_options: dict[str, Any],
-) -> tuple[ModelTable | None, TableRef | None]:
-    """The table and how the artefact refers to it: by its Hub repository, else embedded."""
+) -> tuple[ModelTable | None, str]:
+    """The table, and its Hub repository or "embedded"."""
     if tables is None:
-        return None, None
+        return None, EMBEDDED
     if tables == "auto":
-        table, location = profile_cache(model, layout, layers), EMBEDDED
-    else:
-        table, location = load_table(tables, **hub_options)
-        table.check_layout(layout)
-    return table, TableRef(name=table.record.model_id, digest=table.digest, location=location)
+        return profile_cache(model, layout, layers), EMBEDDED
+    table, location = load_table(tables, **hub_options)
+    table.check_layout(layout)
+    return table, location
+
+
+def _refer(
+    table: ModelTable | None, location: str, levels: Sequence[LevelRecord]
+) -> TableRef | None:
+    """How an artefact with these levels refers to a table; None if none of them needs it."""
+    used = table_codecs(levels)
+    if table is None or not used:
+        return None
+    digests = table.record.digests
+    return TableRef(
+        name=table.record.model_id,
+        codecs={codec: digests[codec] for codec in used},
+        location=location,
+    )

@@ -20,9 +20,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_cachegen import CompressedStreamingCache, save_cache
+from hf_cachegen import CompressedStreamingCache, ModelTable, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.bench.local_hub import LocalHub
+from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.errors import StoreError
 from hf_cachegen.hf import codecs
 from hf_cachegen.hf.compat import cache_argument
@@ -122,6 +123,25 @@ def gemma(tiny_gemma: PreTrainedModel, publish: Callable[..., Published]) -> Pub
 def published(request: pytest.FixtureRequest) -> Published:
     """Each of the two."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def transform_table(
+    tiny_tokenizer: PreTrainedTokenizerBase, tiny_text: str
+) -> Callable[[PreTrainedModel], ModelTable]:
+    """``transform_table(model)``: of three levels, for pairs of layers."""
+
+    def transform_table(model: PreTrainedModel) -> ModelTable:
+        return profile_model(
+            model,
+            tiny_tokenizer,
+            {"text": tiny_text},
+            configs=[TransformConfig(group=2, step=3e-4, levels=3)],
+            sample_tokens=200,
+            progress=False,
+        )
+
+    return transform_table
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hf_cachegen.hf.contents import cached_layers
 from hf_cachegen.hf.describe import describe_layout
 from hf_cachegen.hf.prefill import prefill
 from hf_cachegen.hf.profiling import profile_cache
-from hf_cachegen.levels import codec_for, delta_levels
+from hf_cachegen.levels import codec_for, lossy_levels
 
 
 def profile(model: Any, tokenizer: Any, samples: dict[str, str], **options: Any) -> Any:
@@ -43,7 +43,7 @@ def test_profile_is_deterministic(tiny_model: Any, tiny_tokenizer: Any, tiny_tex
         profile(tiny_model, tiny_tokenizer, {"a": tiny_text}, sample_tokens=300, model_id="me/it")
         for _ in range(2)
     ]
-    assert tables[0].digest == tables[1].digest
+    assert tables[0].record.digests == tables[1].record.digests
     assert tables[0].record.model_id == "me/it"
 
 
@@ -106,9 +106,9 @@ def test_table_of_one_cache_encodes_it(published: Any) -> None:
     layout = layout_of(published.model, layers)
     table = profile_cache(published.model, layout, layers)
     assert table.record.data == (("the cached context itself", len(published.ids)),)
-    assert table.record.params.tables == "tensor"
+    assert table.tables["delta"].config.tables == "tensor"
     raw_bytes = layout.bytes_per_token * len(published.ids)
-    for level in delta_levels(table):
+    for level in lossy_levels(table, "delta"):
         codec = codec_for(level, layout, table)
         coded = [codec.encode(i, layer.tensors, 0) for i, layer in enumerate(layers)]
         assert sum(map(len, coded)) < raw_bytes / 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import HfApi
@@ -21,6 +23,7 @@ from transformers import (
 from hf_cachegen import (
     CompressedStreamingCache,
     IdentityError,
+    ModelTable,
     PromptMismatch,
     StoreError,
     UnsupportedError,
@@ -182,6 +185,209 @@ def test_values_that_a_lossy_level_cannot_hold_are_refused(
     assert torch.equal(
         found.layers[1].values.view(torch.int32), native.layers[1].values.view(torch.int32)
     )
+
+
+@pytest.fixture(scope="module")
+def table(llama: Any, transform_table: Any) -> Any:
+    return transform_table(llama.model)
+
+
+def importances(length: int) -> dict[str, Any]:
+    ramp = torch.linspace(-2, 2, length)
+    return {"flat": "flat", "predicted": "predicted", "recent": "recent", "a": ramp, "b": -ramp}
+
+
+def test_encodings_of_other_importance_are_kept_apart(
+    llama: Any, table: Any, tmp_path: Path
+) -> None:
+    names: set[str] = set()
+    labels: set[str] = set()
+    for name, importance in importances(len(llama.ids)).items():
+        options = {"tables": table, "chunk_tokens": 32, "importance": importance}
+        save_cache(llama.model, None, llama.ids, tmp_path / name, **options)
+        manifest, _ = read(tmp_path / name)
+        labels |= {str(level.params.get("importance")) for level in manifest.levels}
+        assert not names & {chunk.name for chunk in manifest.chunks}
+        names |= {chunk.name for chunk in manifest.chunks}
+        assert same_logits(llama, tmp_path / name, llama.native())
+        cache = CompressedStreamingCache.from_pretrained(
+            tmp_path / name, model=llama.model, level="transform-2"
+        )
+        assert llama.forward(cache, SUFFIX[None]).isfinite().all()
+    assert {"None", "flat", "predicted", "recent"} < labels
+    assert len(labels) == 6
+    with pytest.raises(IdentityError, match="overwrite"):
+        save_cache(llama.model, None, llama.ids, tmp_path / "flat", tables=table, chunk_tokens=32)
+
+
+def test_tokens_that_matter_more_are_closer(llama: Any, table: Any, tmp_path: Path) -> None:
+    weights = torch.zeros(len(llama.ids))
+    weights[40:50] = 8
+    errors = {}
+    for name, importance in (("plain", "predicted"), ("weighted", weights)):
+        options = {"tables": table, "importance": importance}
+        save_cache(llama.model, None, llama.ids, tmp_path / name, **options)
+        cache = CompressedStreamingCache.from_pretrained(
+            tmp_path / name, model=llama.model, level="transform-1"
+        )
+        errors[name] = sum(
+            (ours.keys - theirs.keys).square()[0].sum((0, 2))
+            for ours, theirs in zip(cache.layers, llama.native().layers, strict=True)
+        )
+    assert errors["weighted"][40:50].sum() < errors["plain"][40:50].sum() / 2
+    assert torch.equal(errors["weighted"][:40], errors["plain"][:40])
+
+
+@pytest.mark.parametrize(
+    "importance",
+    [
+        torch.zeros(69),
+        torch.zeros(71),
+        torch.zeros(70, 1),
+        torch.zeros(()),
+        torch.full((70,), float("nan")),
+        torch.full((70,), float("inf")),
+        [1e300] * 70,
+        [0.0] * 69,
+        [[0.0] * 70],
+        [[0.0], [0.0, 1.0]],
+        [None] * 70,
+        ["high"] * 70,
+        {"first": 1.0},
+        0.5,
+        "best",
+    ],
+)
+def test_importance_of_another_shape_or_name_is_refused(
+    llama: Any, table: Any, tmp_path: Path, importance: Any
+) -> None:
+    with pytest.raises(ValueError, match="expected importance"):
+        save_cache(
+            llama.model, None, llama.ids, tmp_path / "a", tables=table, importance=importance
+        )
+    assert not (tmp_path / "a").exists()
+
+
+def test_importance_is_any_numbers(llama: Any, table: Any, tmp_path: Path) -> None:
+    weights = np.linspace(-2, 2, 70)
+    given = {
+        "tensor": torch.tensor(weights),
+        "parameter": torch.tensor(weights, dtype=torch.float32, requires_grad=True),
+        "array": weights,
+        "view": weights[::-1].copy()[::-1],
+        "list": weights.tolist(),
+        "tuple": tuple(weights),
+    }
+    for name, importance in given.items():
+        save_cache(
+            llama.model, None, llama.ids, tmp_path / name, tables=table, importance=importance
+        )
+        assert read(tmp_path / name)[0].levels == read(tmp_path / "tensor")[0].levels
+        assert chunk_files(tmp_path / name) == chunk_files(tmp_path / "tensor")
+    options = {"tables": table, "importance": [1] * 70}
+    save_cache(llama.model, None, llama.ids, tmp_path / "whole numbers", **options)
+    label = read(tmp_path / "whole numbers")[0].levels[0].params["importance"]
+    assert label != read(tmp_path / "tensor")[0].levels[0].params["importance"]
+
+
+@pytest.fixture(scope="module")
+def keen_table(table: ModelTable) -> ModelTable:
+    """The same, by which the last tokens matter much more than a random model's do."""
+    tables, record = table.tables["transform"], table.record
+    slope = np.float32([-2, 0])  # of the log of a token's distance from the end; constant
+    groups = (replace(g, recency=np.r_[g.importance[:-1], slope]) for g in tables.groups)
+    return ModelTable.build(
+        replace(tables, groups=tuple(groups)),
+        **{name: getattr(record, name) for name in ("model_id", "config", "layout", "data")},
+    )
+
+
+@pytest.fixture
+def grown(llama: Any, keen_table: ModelTable, tmp_path: Path) -> Any:
+    """``grown(importance)``: a cache of a context that was encoded so, and all ids in it."""
+
+    def grown(importance: Any) -> tuple[CompressedStreamingCache, Tensor]:
+        options = {"tables": keen_table, "chunk_tokens": 32, "importance": importance}
+        save_cache(llama.model, None, llama.ids, tmp_path / "context", **options, overwrite=True)
+        cache = CompressedStreamingCache.from_pretrained(
+            tmp_path / "context", model=llama.model, level="lossless"
+        )
+        return cache, grow(llama, cache)
+
+    return grown
+
+
+def test_what_a_cache_grew_by_is_encoded_with_the_importance_of_its_levels(
+    llama: Any, grown: Any, tmp_path: Path
+) -> None:
+    last = set()
+    for mode in ("flat", "predicted", "recent"):
+        cache, ids = grown(mode)
+        cache.save_pretrained(tmp_path / mode, token_ids=ids)
+        parent, manifest = read(tmp_path / "context")[0], read(tmp_path / mode)[0]
+        assert manifest.levels == parent.levels
+        assert manifest.levels[0].params["importance"] == mode
+        assert manifest.chunks[:2] == parent.chunks[:2]
+        said = tmp_path / f"{mode}, as said"
+        save_cache(llama.model, None, ids, said, cache=cache, importance=mode)
+        assert chunk_files(said) == chunk_files(tmp_path / mode)
+        last.add((tmp_path / mode / manifest.chunks[-1].path).read_bytes())
+    assert len(last) == 3
+
+
+def test_streamed_levels_keep_their_importance_when_saved_by_hand(
+    llama: Any, keen_table: ModelTable, grown: Any, tmp_path: Path
+) -> None:
+    cache, ids = grown("recent")
+    parent, _ = read(tmp_path / "context")
+    for name, options in (("own", {}), ("given", {"tables": keen_table})):
+        save_cache(llama.model, None, ids, tmp_path / name, cache=cache, **options)
+        manifest, _ = read(tmp_path / name)
+        assert manifest.levels == parent.levels
+        assert manifest.chunks[:2] == parent.chunks[:2]
+    other = {"tables": keen_table, "levels": ["transform-0"]}
+    for name, options, importance in (
+        ("other levels", other, "predicted"),
+        ("other importance", {"importance": "flat"}, "flat"),
+    ):
+        save_cache(llama.model, None, ids, tmp_path / name, cache=cache, **options)
+        manifest, _ = read(tmp_path / name)
+        assert manifest.levels[0].params["importance"] == importance
+    native = llama.native()
+    save_cache(llama.model, None, llama.ids, tmp_path / "new", cache=native, tables=keen_table)
+    assert read(tmp_path / "new")[0].levels[0].params["importance"] == "predicted"
+
+
+def test_what_was_encoded_with_weights_is_copied_but_grows_only_with_new_ones(
+    llama: Any, grown: Any, tmp_path: Path
+) -> None:
+    cache, ids = grown([0.5] * 70)
+    folder = tmp_path / "grown"
+    with pytest.raises(ValueError, match=r"tokens 64 to 77 .* save_cache\(.*importance="):
+        cache.save_pretrained(folder, token_ids=ids)
+    with pytest.raises(ValueError, match=r"tokens 64 to 77 .* save_cache\(.*importance="):
+        save_cache(llama.model, None, ids, folder, cache=cache)
+    assert not (folder / "cache.json").exists()
+    assert not chunk_files(folder)
+    save_cache(llama.model, None, ids, folder, cache=cache, importance=[0.5] * 77)
+    assert same_logits(llama, folder, cache)
+    unchanged = CompressedStreamingCache.from_pretrained(tmp_path / "context", model=llama.model)
+    unchanged.save_pretrained(tmp_path / "copy")
+    save_cache(llama.model, None, llama.ids, tmp_path / "by hand", cache=unchanged)
+    for name in ("copy", "by hand"):
+        assert chunk_files(tmp_path / name) == chunk_files(tmp_path / "context")
+
+
+def test_a_longer_context_extends_an_artefact_of_the_same_importance(
+    llama: Any, table: Any, tmp_path: Path
+) -> None:
+    options = {"tables": table, "chunk_tokens": 32, "importance": "recent"}
+    save_cache(llama.model, None, llama.ids[:64], tmp_path / "a", **options)
+    before = chunk_files(tmp_path / "a")
+    save_cache(llama.model, None, llama.ids, tmp_path / "a", **options)
+    after = chunk_files(tmp_path / "a")
+    assert before.items() <= after.items()
+    assert len(after) == 3
 
 
 def test_unchanged_cache_is_copied_byte_for_byte(published: Any, tmp_path: Path) -> None:

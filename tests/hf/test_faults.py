@@ -1,0 +1,140 @@
+"""Two hundred links that misbehave: each run ends, in the right answer or the right error."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hf_cachegen import CacheGenError, CompressedStreamingCache, FormatError, StoreError
+from hf_cachegen.artifact import Artifact
+from hf_cachegen.bench.link import (
+    Busy,
+    Fault,
+    Gone,
+    IgnoreRange,
+    LinkServer,
+    Reset,
+    ShortBody,
+    Stall,
+    WrongByte,
+    WrongRange,
+)
+from hf_cachegen.stores import HttpStore
+from hf_cachegen.streaming.policy import TEXT, Refinement
+
+N_LINKS, BATCHES = 200, 4
+TIMEOUT_S, RETRIES = 0.2, 3
+LONGEST_S = 12.0
+"""More than all attempts of the reads that one run may have to make good, with their waits."""
+
+SUFFIX = torch.tensor([[7, 9, 11]])
+LOSSLESS, RAW = 4, 5
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A link, what is done over it, and whether it can be made good."""
+
+    faults: tuple[Fault, ...]
+    levels: tuple[int, ...]
+    refined: tuple[int, ...]
+    passes: bool
+    errors: tuple[type[CacheGenError], ...]
+
+
+def scenarios(seed: int, count: int) -> Iterator[Scenario]:
+    """Random ones; requests 0 and 1 are for the manifest and the token ids."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        levels = tuple(rng.choice([LOSSLESS, RAW, TEXT]) for _ in range(3))
+        refined = tuple(rng.sample(range(3), rng.choice([0, 0, 1, 2])))
+        if rng.random() < 0.8:
+            faults = [_passing(rng) for _ in range(rng.choice([1, 2, 3]))]
+            yield Scenario(tuple(faults), levels, refined, True, ())
+        else:
+            fault, errors = _lasting(rng)
+            yield Scenario((fault,), levels, refined, False, errors)
+
+
+def _passing(rng: random.Random) -> Fault:
+    """Something that goes wrong once, which the reader has to make good."""
+    request, at_byte = rng.randrange(2, 9), rng.randrange(0, 4000)
+    return rng.choice(
+        [
+            Stall(request, at_byte, duration_s=rng.choice([0.05, 60.0])),
+            Reset(request, at_byte),
+            ShortBody(request, at_byte),
+            WrongByte(request, at_byte),
+            Busy(request, status=rng.choice([429, 503]), retry_after_s=rng.choice([None, 0])),
+            IgnoreRange(request),
+        ]
+    )
+
+
+def _lasting(rng: random.Random) -> tuple[Fault, tuple[type[CacheGenError], ...]]:
+    """Something that stays wrong, and what it may be called."""
+    at_byte = rng.randrange(0, 4000)
+    return rng.choice(
+        [
+            (Gone(rng.randrange(0, 9), at_byte), (StoreError,)),
+            (Stall(None, at_byte, duration_s=60.0), (StoreError,)),
+            (Reset(None, at_byte), (StoreError,)),
+            (ShortBody(None, at_byte), (StoreError,)),
+            # Of the manifest, whose bytes have no checksum of their own, it may hit anything.
+            (WrongByte(None, at_byte), (CacheGenError,)),
+            (WrongByte(rng.randrange(0, 2), at_byte), (CacheGenError,)),
+            (WrongRange(None), (StoreError, FormatError)),
+            (Busy(None, status=503), (StoreError,)),
+        ]
+    )
+
+
+def run(published: Any, scripted: Any, scenario: Scenario) -> torch.Tensor:
+    refinements = [Refinement(chunk, RAW, 0, 60.0) for chunk in scenario.refined]
+    refinements = [r for r in refinements if scenario.levels[r.chunk] == LOSSLESS]
+    with LinkServer(published.folder, faults=scenario.faults) as server:
+        store = HttpStore(server.url, timeout_s=TIMEOUT_S, retries=RETRIES)
+        try:
+            policy = scripted(scenario.levels, refinements)
+            cache = CompressedStreamingCache(Artifact.open(store), published.model, policy)
+            try:
+                return published.forward(cache, SUFFIX)
+            finally:
+                cache.close()
+        finally:
+            store.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_links_that_misbehave(llama: Any, scripted: Any, batch: int) -> None:
+    expected = llama.forward(llama.native(), SUFFIX)
+    gc.collect()
+    threads, open_before = set(threading.enumerate()), descriptors()
+    answers = 0
+    for scenario in scenarios(batch, N_LINKS // BATCHES):
+        started = time.monotonic()
+        try:
+            logits = run(llama, scripted, scenario)
+        except scenario.errors:
+            assert not scenario.passes
+        else:
+            answers += 1
+            torch.testing.assert_close(logits, expected)
+        assert time.monotonic() - started < LONGEST_S, scenario
+        assert set(threading.enumerate()) <= threads, scenario
+    assert answers > N_LINKS / BATCHES / 2
+    gc.collect()
+    assert descriptors() <= open_before

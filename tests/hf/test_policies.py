@@ -1,0 +1,75 @@
+"""What the arguments of ``from_pretrained`` mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_cachegen.artifact import LevelRecord
+from hf_cachegen.hf.policies import nominal_losses, resolve_policy
+from hf_cachegen.streaming.controller import (
+    FixedLevel,
+    LayeredPolicy,
+    PaperPolicy,
+    RobustPolicy,
+    TextOnly,
+)
+
+
+def ladder(*exact: bool) -> list[LevelRecord]:
+    return [LevelRecord(name=f"l{i}", codec="raw", exact=e) for i, e in enumerate(exact)]
+
+
+LEVELS = ladder(False, False, False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("levels", "name", "index"),
+    [
+        (LEVELS, None, 2),
+        (LEVELS, "coarsest", 0),
+        (LEVELS, "finest", 3),
+        (LEVELS, "l1", 1),
+        (ladder(True, True), None, 1),
+        (ladder(False, False), "finest", 1),
+    ],
+)
+def test_levels(levels: list[LevelRecord], name: str | None, index: int) -> None:
+    assert resolve_policy(levels, level=name) == FixedLevel(index)
+
+
+def test_policies() -> None:
+    losses = [1.0, pytest.approx(1 / 3), pytest.approx(1 / 9), 0.0, 0.0]
+    assert nominal_losses(LEVELS) == losses
+    assert resolve_policy(LEVELS, policy="fixed:l1") == FixedLevel(1)
+    assert resolve_policy(LEVELS, policy="text") == TextOnly()
+    assert resolve_policy(LEVELS, policy="paper", ttft_target_s=2.0) == PaperPolicy(2.0, 1)
+    robust = resolve_policy(LEVELS, ttft_target_s=2.0)
+    assert robust == RobustPolicy(2.0, nominal_losses(LEVELS), 1)
+    layered = resolve_policy(LEVELS, policy="layered", ttft_target_s=2.0)
+    assert isinstance(layered, LayeredPolicy)
+    assert layered.nested == 0
+    pairs = [(LEVELS[0], None), (LEVELS[1], "l0"), (LEVELS[2], "l1"), (LEVELS[3], None)]
+    nested = [level.model_copy(update={"refines": refined}) for level, refined in pairs]
+    layered = resolve_policy(nested, policy="layered", ttft_target_s=2.0)
+    assert isinstance(layered, LayeredPolicy)
+    assert layered.nested == 3
+    own = PaperPolicy(1.0, 0)
+    assert resolve_policy(LEVELS, policy=own) is own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"level": "l1", "policy": "text"}, "got both"),
+        ({"level": "l1", "ttft_target_s": 1.0}, "got both"),
+        ({"level": "best"}, r"unknown level 'best'.*l0, l1, l2, l3, l4, and 'coarsest'"),
+        ({"policy": "fixed:best"}, "unknown level 'best'"),
+        ({"policy": "greedy", "ttft_target_s": 1.0}, "unknown policy 'greedy'"),
+        ({"policy": "paper"}, "needs a target"),
+        ({"ttft_target_s": 0.0}, "above 0"),
+        ({"policy": TextOnly(), "ttft_target_s": 1.0}, "a target of its own"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_policy(LEVELS, **arguments)

@@ -1,0 +1,150 @@
+"""Policies on a model's own cache and over links: what they choose, and that it is used right."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_cachegen import CompressedStreamingCache, profile_model, save_cache
+from hf_cachegen.artifact import Artifact
+from hf_cachegen.bench.link import LinkServer
+from hf_cachegen.codec.transform_tables import TransformConfig
+from hf_cachegen.hf.calibration import calibrate
+from hf_cachegen.stores import LocalStore
+from hf_cachegen.streaming.policy import TEXT, Refinement
+
+SUFFIX = torch.tensor([[7, 9, 11]])
+
+
+def over(server: LinkServer, published: Any, policy: str, target_s: float) -> Any:
+    return CompressedStreamingCache.from_pretrained(
+        server.url, model=published.model, policy=policy, ttft_target_s=target_s
+    )
+
+
+@pytest.mark.parametrize("policy", ["robust", "layered", "paper"])
+def test_generous_target_gives_the_exact_context(published: Any, policy: str) -> None:
+    """As text, as an exact level, or as a coarse one that is refined until nothing is lost."""
+    expected = published.forward(published.native(), SUFFIX)
+    cache = published.load(None, policy=policy, ttft_target_s=30.0)
+    torch.testing.assert_close(published.forward(cache, SUFFIX), expected)
+    assert cache.chunk_sources() == ["exact"] * 3
+
+
+@pytest.mark.parametrize("policy", ["robust", "layered"])
+def test_link_that_is_too_slow_is_not_waited_for(llama: Any, policy: str) -> None:
+    """The coarsest level would take some 6 s. The model is so small that text takes none."""
+    with LinkServer(llama.folder, trace=[(0.0, 1e6), (0.1, 4e2)]) as server:
+        server.link.restart()
+        started = time.monotonic()
+        cache = over(server, llama, policy, 0.5)
+        logits = llama.forward(cache, SUFFIX)
+        assert time.monotonic() - started < 4
+        cache.close()
+    if all(step.level == TEXT for step in cache.stream_report() if step.finished):
+        torch.testing.assert_close(logits, llama.forward(llama.native(), SUFFIX))
+
+
+def test_text_needs_no_link(llama: Any) -> None:
+    with LinkServer(llama.folder) as server:
+        cache = CompressedStreamingCache.from_pretrained(
+            server.url, model=llama.model, policy="text"
+        )
+        cache.wait()
+        assert not any(request.path.startswith("chunks/") for request in server.requests)
+    torch.testing.assert_close(llama.forward(cache, SUFFIX), llama.forward(llama.native(), SUFFIX))
+
+
+def test_layers_do_not_wait_for_refinements_when_there_is_no_time(llama: Any) -> None:
+    """The base alone takes longer than the target: the first layer is used before the last."""
+    cache = llama.load(None, policy="layered", ttft_target_s=1e-3)
+    llama.forward(cache, SUFFIX)
+    assert not any(step.refinement for step in cache.stream_report())
+
+
+def test_nested_levels_are_refined_by_what_they_add(
+    tiny_model: Any, tiny_tokenizer: Any, scripted: Any, tmp_path: Path
+) -> None:
+    texts = {"numbers": " ".join(map(str, range(300)))}
+    table = profile_model(
+        tiny_model, tiny_tokenizer, texts, configs=[TransformConfig()], progress=False
+    )
+    ids = torch.arange(3, 203)
+    save_cache(tiny_model, None, ids, tmp_path, tables=table, chunk_tokens=70, progress=False)
+    refinements = [Refinement(0, 2, 0, 1e6), Refinement(2, 1, 0, 1e6), Refinement(2, 2, 0, 1e6)]
+
+    def stream(levels: Sequence[int], refinements: Sequence[Refinement] = ()) -> Any:
+        artifact = Artifact.open(LocalStore(tmp_path))
+        cache = CompressedStreamingCache(artifact, tiny_model, scripted(levels, refinements), table)
+        cache.wait()
+        return cache
+
+    refined, direct = stream((0, 2, 0), refinements), stream((2, 2, 2))
+    for ours, theirs in zip(refined.layers, direct.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+    own = [chunk.level_bytes for chunk in refined.artifact.manifest.chunks]
+    assert [step.size_bytes for step in refined.stream_report()] == [
+        own[0][0],
+        sum(own[1][:3]),
+        own[2][0],
+        sum(own[0][1:3]),
+        own[2][1],
+        own[2][2],
+    ]
+    assert refined.chunk_sources() == ["transform-2"] * 3
+
+
+def test_question_is_reckoned_with(llama: Any) -> None:
+    calibrate(llama.model)
+    cache = llama.load(None, policy="paper", ttft_target_s=9.0)
+    costs = cache._stream.costs
+    cache.inputs(input_ids=SUFFIX)
+    short_s = costs.tail_s(0.0)
+    cache.inputs(input_ids=torch.arange(3, 203))
+    assert costs.prompt_tokens == 200
+    assert costs.tail_s(0.0) > short_s
+    cache.close()
+
+
+def test_question_teaches_what_the_next_one_will_take(llama: Any) -> None:
+    slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
+    rates = calibrate(slow.model)
+    slow.model.model.layers[0].register_forward_hook(lambda *_: time.sleep(0.5))
+    cache = slow.load(None, policy="fixed:delta-1")
+    before_s = rates.prefill_s(70, 200)
+    slow.forward(cache, torch.arange(3, 203)[None])
+    learned_s = rates.prefill_s(70, 200)
+    assert learned_s > before_s + 0.2
+    slow.forward(cache, SUFFIX)  # not the pass after the stream
+    assert rates.prefill_s(70, 200) == learned_s
+
+
+def test_report_sets_what_happened_beside_what_was_expected(llama: Any) -> None:
+    calibrate(llama.model)
+    with LinkServer(llama.folder, rate_bytes_per_s=2e6) as server:
+        for _ in range(2):
+            cache = CompressedStreamingCache.from_pretrained(
+                server.url, model=llama.model, policy="fixed:delta-3"
+            )
+            cache.wait()
+            cache.close()
+        text = CompressedStreamingCache.from_pretrained(
+            server.url, model=llama.model, policy="text"
+        )
+        text.wait()
+    for step in cache.stream_report():
+        assert step.predicted_transfer_s == pytest.approx(step.transfer_s, rel=1.0, abs=0.05)
+        assert step.predicted_decode_s is not None
+        assert step.decode_s is not None
+        assert step.recompute_s is None
+    for step in text.stream_report():
+        assert step.predicted_recompute_s == pytest.approx(step.recompute_s, rel=2.0, abs=0.05)
+        assert step.transfer_s is None
