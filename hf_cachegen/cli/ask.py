@@ -32,10 +32,18 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What to do about each chunk: paper, robust, layered, text or fixed:LEVEL.  "
+            "[default: robust with a target]",
+            show_default=False,
+        ),
+    ] = None,
     ttft_target: Annotated[
         float | None,
         typer.Option(
-            help="Seconds to the first token: levels are chosen to meet it.", show_default=False
+            help="Seconds to the first token, which the policy is to meet.", show_default=False
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 128,
@@ -44,7 +52,10 @@ def generate(
         bool, typer.Option("--compare", help="Then answer from the text too, without the cache.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show each chunk's level, size and time.")
+        bool,
+        typer.Option(
+            "--verbose", help="Show each chunk's level and size, and its times as expected."
+        ),
     ] = False,
     revision: options.Revision = None,
     token: options.Token = None,
@@ -54,22 +65,26 @@ def generate(
 
     The cache streams in while the model runs. MODEL must be the very model that encoded it. The
     answer goes to stdout, times to stderr; the time to the first token counts from the request
-    for the cache, with the model loaded.
+    for the cache, with the model loaded and, for a target, its speed measured.
     """
-    if level is not None and ttft_target is not None:
-        raise ValueError("expected --level or --ttft-target, got both")
+    if level is not None and (policy is not None or ttft_target is not None):
+        raise ValueError("expected --level, or --policy and --ttft-target; got both")
     from hf_cachegen.cli.answering import answer_from_cache, answer_from_text
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.hf.cache import CompressedStreamingCache
+    from hf_cachegen.hf.calibration import calibrate
 
     loaded, tokenizer = load_model(model, dtype)
+    if ttft_target is not None:
+        calibrate(loaded)
 
     def open_cache() -> CompressedStreamingCache:
         return CompressedStreamingCache.from_pretrained(
             location,
             model=loaded,
             level=level,
-            ttft_target=ttft_target,
+            policy=policy,
+            ttft_target_s=ttft_target,
             revision=revision,
             token=token,
             endpoint=endpoint,
@@ -96,19 +111,29 @@ def _report(source: str, answer: Answer) -> None:
 
 
 def _print_stream(cache: CompressedStreamingCache) -> None:
-    names = [level.name for level in cache.artifact.manifest.levels]
+    # TEXT is -1.
+    names = ["text", *(level.name for level in cache.artifact.manifest.levels)]
     print_table(
-        ("chunk", "level", "size", "requested at", "took", "Mbit/s"),
+        ("chunk", "level", "size", "at", "transfer", "decode", "recompute", ""),
         [
             (
-                str(transfer.chunk),
-                names[transfer.level],
-                megabytes(transfer.size_bytes),
-                f"{transfer.started_s:.3f} s",
-                f"{transfer.seconds:.3f} s",
-                f"{8e-6 * transfer.size_bytes / max(transfer.seconds, 1e-9):.1f}",
+                str(step.chunk),
+                names[step.level + 1],
+                megabytes(step.size_bytes) if step.size_bytes else "-",
+                f"{step.started_s:.3f} s",
+                _seconds(step.transfer_s, step.predicted_transfer_s),
+                _seconds(step.decode_s, step.predicted_decode_s),
+                _seconds(step.recompute_s, step.predicted_recompute_s),
+                "" if step.finished else "given up",
             )
-            for transfer in cache.stream_report()
+            for step in cache.stream_report()
         ],
+        title="seconds as measured (and as predicted)",
         stderr=True,
     )
+
+
+def _seconds(measured: float | None, predicted: float | None) -> str:
+    if measured is None:
+        return "-"
+    return f"{measured:.3f}" + ("" if predicted is None else f" ({predicted:.3f})")

@@ -6,13 +6,13 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_cachegen.cli import options
+from hf_cachegen.cli.bench_stream import stream
 from hf_cachegen.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -35,13 +35,6 @@ COLUMNS = (
 )
 
 app = typer.Typer(help="Measure size, quality and speed on this machine.", rich_markup_mode=None)
-
-
-class Tables(StrEnum):
-    """What has a probability table of its own."""
-
-    channel = "channel"
-    tensor = "tensor"
 
 
 def codec(
@@ -69,13 +62,8 @@ def codec(
         int | None,
         typer.Option(help="Samples of calibration text to use at most.", show_default=False),
     ] = None,
-    group: options.Group = None,
-    bins: options.Bins = None,
-    factors: options.Factors = None,
-    sinks: options.Sinks = None,
-    tables_per: Annotated[
-        Tables, typer.Option(help="A probability table for each of these.")
-    ] = Tables.channel,
+    codecs: options.Codecs = None,
+    parameters: options.CodecParameters = None,
     json: options.Json = False,
 ) -> None:
     """Measure every level, and what people do without a codec, on real documents.
@@ -85,8 +73,7 @@ def codec(
     """
     if (calibration is None) == (table is None):
         raise ValueError("expected either --calibration FILE... or --table FOLDER")
-    shaped = (group, bins, factors, sinks) != (None,) * 4 or tables_per is not Tables.channel
-    if table is not None and (shaped or max_samples is not None):
+    if table is not None and (codecs or parameters or max_samples is not None):
         raise ValueError("expected no codec parameters with --table: the table has its own")
     documents, samples = options.read_texts(text), options.read_texts(calibration or [])
     options.check_apart(samples, documents)
@@ -94,12 +81,15 @@ def codec(
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.hf.codecs import load_table
     from hf_cachegen.hf.profiling import profile_model
+    from hf_cachegen.levels import TABLE_CODECS
 
-    config = options.delta_config(group, bins, factors, sinks, tables_per)
+    if codecs is None and codec in TABLE_CODECS:
+        codecs = codec  # a table for what is not measured would be for nothing
+    configs = options.codec_configs(codecs, parameters or [])
     known = None if table is None else load_table(table)[0]
     loaded, tokenizer = load_model(model, dtype)
     used = known or profile_model(
-        loaded, tokenizer, samples, config=config, max_samples=max_samples
+        loaded, tokenizer, samples, configs=configs, max_samples=max_samples
     )
     try:
         rows = bench_codec(
@@ -160,7 +150,61 @@ def kernels(json: options.Json = False) -> None:
         print_json(result)
 
 
-for _command in (codec, entropy, kernels):
+def answers(
+    model: options.Model,
+    text: Annotated[Path, options.text_option("The document.", "--text", "FILE")],
+    questions: Annotated[
+        Path, options.text_option("Lines of 'part: question'.", "--questions", "FILE")
+    ],
+    table: Annotated[
+        str, typer.Option(help="Folder or Hub repository of the model's table.", show_default=False)
+    ],
+    context: Annotated[int, typer.Option(help="Tokens of the document to cache.", min=1)] = 3000,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 24,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    json: options.Json = False,
+) -> None:
+    """Count the answers that stay the same, word for word, at every level.
+
+    Questions are grouped by the part of the document that they are about, so that a level which
+    serves one part at the cost of another shows.
+    """
+    from dataclasses import asdict
+
+    from hf_cachegen.bench.answers import SCHEMA, bench_answers, read_questions
+    from hf_cachegen.cli.models import load_model
+    from hf_cachegen.hf.codecs import load_table
+
+    asked = read_questions(options.read_text(questions))
+    loaded, tokenizer = load_model(model, dtype)
+    rows = bench_answers(
+        loaded,
+        tokenizer,
+        load_table(table)[0],
+        options.read_text(text),
+        asked,
+        context=context,
+        answer_tokens=answer_tokens,
+    )
+    print_table(
+        ("level", "importance", *asked, "all"),
+        [
+            (
+                row.level if row.codec in row.level else f"{row.codec} {row.level}",
+                row.importance,
+                *(f"{row.same[part]}/{row.asked[part]}" for part in asked),
+                f"{sum(row.same.values())}/{sum(row.asked.values())}",
+            )
+            for row in rows
+        ],
+        title=f"{context} tokens, answers of {answer_tokens}: the same as from the exact cache",
+        stderr=json,
+    )
+    if json:
+        print_json({"schema": SCHEMA, "rows": [asdict(row) for row in rows]})
+
+
+for _command in (codec, answers, stream, entropy, kernels):
     app.command(cls=options.ManyValuesCommand)(_command)
 
 

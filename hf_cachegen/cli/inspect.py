@@ -47,7 +47,7 @@ def info(
 
     with open_store(location, revision=revision, token=token, endpoint=endpoint) as store:
         if is_table(store):
-            _show(_describe_table(store), json, print_facts)
+            _show(_describe_table(store), json, _print_table)
             return
         manifest = Artifact.open(store).manifest
         if json:
@@ -67,8 +67,9 @@ def verify(
 
     with open_store(location, revision=revision, token=token, endpoint=endpoint) as store:
         if is_table(store):
-            table = _load_table(store)
-            print(f"intact: model table, {megabytes(table.size_bytes)}")
+            from hf_cachegen.tables import ModelTable  # imports torch
+
+            print(f"intact: model table, {megabytes(ModelTable.load(store).size_bytes())}")
         elif isinstance(store, HubStore):  # all of it is read, so it may as well be kept
             verify_artifact(LocalStore(store.download()))
         else:
@@ -81,7 +82,7 @@ def verify_artifact(store: Store) -> None:
     with bytes_bar("verify", sum(c.size_bytes for c in artifact.manifest.chunks)) as bar:
         report = artifact.verify(bar.update)
     table = embedded_table(artifact)
-    extra = "" if table is None else f", and the embedded table, {megabytes(table.size_bytes)}"
+    extra = "" if table is None else f", and the embedded table, {megabytes(table.size_bytes())}"
     print(
         f"intact: {report.n_chunks} chunks with {report.n_segments} segments, "
         f"{megabytes(report.size_bytes)}{extra}"
@@ -99,11 +100,13 @@ def embedded_table(artifact: Artifact) -> ModelTable | None:
     reference = artifact.manifest.identity.table
     if reference is None or reference.location != EMBEDDED:
         return None
-    table = _load_table(artifact.store, reference.folder)
-    if table.digest != reference.digest:
+    from hf_cachegen.tables import ModelTable  # imports torch
+
+    table = ModelTable.load(artifact.store, reference.folder, codecs=reference.codecs)
+    if table.record.digests != reference.codecs:
         raise TableMismatch(
-            f"expected an embedded table of digest {reference.digest} in "
-            f"{artifact.store.location}, found {table.digest}; fetch it again"
+            f"expected an embedded table of the digests {reference.codecs} in "
+            f"{artifact.store.location}, found {table.record.digests}; fetch it again"
         )
     return table
 
@@ -141,12 +144,6 @@ def print_levels(manifest: Manifest) -> None:
             for level in summarise_levels(manifest)
         ],
     )
-
-
-def _load_table(store: Store, folder: str = "") -> ModelTable:
-    from hf_cachegen.tables import ModelTable  # imports torch
-
-    return ModelTable.load(store, folder)
 
 
 def _show(facts: dict[str, Any], as_json: bool, show: Any) -> None:
@@ -191,19 +188,36 @@ def _print_manifest(location: str, manifest: Manifest) -> None:
 
 
 def _describe_table(store: Store) -> dict[str, Any]:
-    table = _load_table(store)
-    record = table.record
+    from hf_cachegen.tables import TableRecord  # imports torch
+
+    record = TableRecord.read(store)
     return {
         "kind": "table",
         "location": store.location,
         "model": record.model_id,
-        "codec": record.codec,
-        "params": record.params.model_dump(mode="json"),
         "tokens": sum(tokens for _, tokens in record.data),
-        "size_bytes": table.size_bytes,
-        "digest": table.digest,
+        "codecs": {
+            entry.codec: {
+                "digest": record.digests[entry.codec],
+                "size_bytes": entry.arrays.size_bytes,
+                "params": entry.params.model_dump(mode="json"),
+            }
+            for entry in record.codecs
+        },
         "library_version": record.library_version,
     }
+
+
+def _print_table(facts: dict[str, Any]) -> None:
+    print_facts({**facts, "codecs": ", ".join(facts["codecs"])})
+    for name, codec in facts["codecs"].items():
+        print(f"\n{name}")
+        shown = {
+            "digest": codec["digest"],
+            "size": megabytes(codec["size_bytes"]),
+            **codec["params"],
+        }
+        print_facts({f"  {key}": value for key, value in shown.items()})
 
 
 def _installation() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,15 @@ import typer
 
 from hf_cachegen.cli import options
 from hf_cachegen.cli.inspect import print_levels
-from hf_cachegen.config import CHUNK_TOKENS
+from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES
+
+
+class Importance(StrEnum):
+    """How ``transform`` tells tokens apart."""
+
+    flat = "flat"
+    predicted = "predicted"
+    recent = "recent"
 
 
 def encode(
@@ -35,12 +44,15 @@ def encode(
     levels: Annotated[
         str | None,
         typer.Option(
-            help="Levels to store, comma-separated, such as delta-0,lossless.  "
-            "[default: every lossy one, and lossless]",
+            help="Levels to store, comma-separated, such as delta-1,lossless.  "
+            "[default: those of the table's best codec, and lossless]",
             show_default=False,
         ),
     ] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = CHUNK_TOKENS,
+    importance: Annotated[
+        Importance, typer.Option(help="Which tokens get more bits; recent: the last ones.")
+    ] = Importance.predicted,
     dtype: options.DtypeOption = options.Dtype.auto,
     model_id: options.ModelId = None,
     overwrite: Annotated[
@@ -71,6 +83,7 @@ def encode(
         tables={"auto": "auto", "none": None}[tables] if automatic else tables,
         levels=names,
         chunk_tokens=chunk_tokens,
+        importance=importance.value,
         model_id=model_id,
         overwrite=overwrite,
     )
@@ -103,17 +116,19 @@ def profile(
         int | None, typer.Option(help="Stop after so many samples.", show_default=False)
     ] = None,
     model_id: options.ModelId = None,
-    group: options.Group = None,
-    bins: options.Bins = None,
-    factors: options.Factors = None,
-    sinks: options.Sinks = None,
+    gradient_samples: Annotated[
+        int, typer.Option(help="Samples that transform also takes gradients on.", min=1)
+    ] = GRADIENT_SAMPLES,
+    codecs: options.Codecs = None,
+    parameters: options.CodecParameters = None,
 ) -> None:
     """Make a model's table, which makes its caches small.
 
     The table holds statistics of MODEL's caches; it is made once and serves every document.
 
-    Some ten files of several thousand words, like the documents to be encoded, are enough. With
-    --evaluate the table's card also tells what its levels cost and what they change.
+    Some ten files of several thousand words, like the documents to be encoded, are enough. An
+    interrupted call goes on where it was. With --evaluate the table's card also tells what its
+    levels cost and what they change.
     """
     samples, documents = options.read_texts(text), options.read_texts(evaluate or [])
     options.check_apart(samples, documents)
@@ -121,15 +136,17 @@ def profile(
     from hf_cachegen.hf.profiling import profile_model
     from hf_cachegen.hf.table_hub import table_card
 
-    config = options.delta_config(group, bins, factors, sinks)
+    configs = options.codec_configs(codecs, parameters or [])
     loaded, tokenizer = load_model(model, dtype)
     table = profile_model(
         loaded,
         tokenizer,
         samples,
-        config=config,
+        configs=configs,
         sample_tokens=sample_tokens,
         max_samples=max_samples,
+        gradient_samples=gradient_samples,
+        checkpoint=out.with_name(f"{out.name}.partial.safetensors"),
         model_id=model_id,
     )
     table.save(out, table_card(table))
@@ -141,4 +158,4 @@ def profile(
         table.save(out, table_card(table, markdown_report(rows, list(documents), dtype)))
         print_rows(rows)
     tokens = sum(count for _, count in table.record.data)
-    print(f"table of {tokens} tokens, {table.size_bytes / 1e6:.2f} MB, written to {out}")
+    print(f"table of {tokens} tokens, {table.size_bytes() / 1e6:.2f} MB, written to {out}")

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from hf_cachegen.codec.delta import DeltaConfig
+    from hf_cachegen.codec.transform_tables import TransformConfig
 
 
 class Dtype(StrEnum):
@@ -77,28 +78,19 @@ ModelId = Annotated[
     str | None,
     typer.Option(help="Model name to record, if MODEL is a local copy of a Hub repository."),
 ]
-Group = Annotated[
-    int | None,
-    typer.Option(help="Tokens per anchor; 0: no anchors.  [default: 10]", show_default=False),
-]
-Bins = Annotated[
+Codecs = Annotated[
     str | None,
     typer.Option(
-        help="Bin widths from shallow to deep layers, comma-separated.  [default: 0.5,1,1.5]",
+        help="Codecs to make the table for, comma-separated.  [default: transform,delta]",
         show_default=False,
     ),
 ]
-Factors = Annotated[
-    str | None,
+CodecParameters = Annotated[
+    list[str] | None,
     typer.Option(
-        help="Factor on the bins for each level, coarse to fine.  [default: 1,0.5,0.35,0.2]",
-        show_default=False,
-    ),
-]
-Sinks = Annotated[
-    int | None,
-    typer.Option(
-        help="First tokens of a context that are stored as they are.  [default: 4]",
+        "--set",
+        metavar="CODEC.NAME=VALUE",
+        help="A codec's parameter, such as transform.group=10 or delta.factors=1,0.5.",
         show_default=False,
     ),
 ]
@@ -154,48 +146,59 @@ def check_apart(calibration: dict[str, str], evaluation: dict[str, str]) -> None
         )
 
 
-def delta_config(
-    group: int | None,
-    bins: str | None,
-    factors: str | None,
-    sinks: int | None,
-    tables: str = "channel",
-) -> DeltaConfig:
-    """Parameters of the codec; what is None keeps its default.
+def codec_configs(
+    codecs: str | None, parameters: Sequence[str]
+) -> tuple[TransformConfig | DeltaConfig, ...]:
+    """The parameters of codecs; what is not set keeps its default.
 
     Raises
     ------
     ValueError
-        A parameter is out of range.
+        A codec or parameter is unknown, or out of range.
     """
     from pydantic import ValidationError
 
     from hf_cachegen.codec.delta import DeltaConfig
+    from hf_cachegen.codec.transform_tables import TransformConfig
 
-    given = {
-        "group": group,
-        "bins": None if bins is None else parse_floats("--bins", bins),
-        "factors": None if factors is None else parse_floats("--factors", factors),
-        "sinks": sinks,
-        "tables": tables,
+    known: dict[str, type[TransformConfig] | type[DeltaConfig]] = {
+        "transform": TransformConfig,
+        "delta": DeltaConfig,
     }
+    given: dict[str, dict[str, Any]] = {
+        name.strip(): {} for name in (codecs or ",".join(known)).split(",")
+    }
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        codec, _, field = name.partition(".")
+        if codec not in given or not field or not value:
+            raise ValueError(
+                f"--set {parameter}: expected CODEC.NAME=VALUE with a codec of {', '.join(given)}"
+            )
+        given[codec][field] = _parse_value(value)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(
+            f"--codecs: unknown {', '.join(unknown)}; expected some of {', '.join(known)}"
+        )
+    configs = []
+    for codec, fields in given.items():
+        try:
+            configs.append(known[codec].model_validate(fields))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join([codec, *map(str, first["loc"][:1])])
+            raise ValueError(
+                f"--set {where}: {first['msg'].removeprefix('Value error, ')}"
+            ) from None
+    return tuple(configs)
+
+
+def _parse_value(text: str) -> int | float | str | tuple[float, ...]:
+    """A number, several with commas between them, or else a word."""
     try:
-        return DeltaConfig.model_validate({k: v for k, v in given.items() if v is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        option = "".join(f"--{name}: " for name in first["loc"][:1])
-        raise ValueError(option + first["msg"].removeprefix("Value error, ")) from None
-
-
-def parse_floats(option: str, text: str) -> tuple[float, ...]:
-    """Numbers of a comma-separated list.
-
-    Raises
-    ------
-    ValueError
-        Something in it is no number.
-    """
-    try:
-        return tuple(float(part) for part in text.split(","))
+        if "," in text:
+            return tuple(float(part) for part in text.split(",") if part.strip())
+        return int(text) if text.lstrip("-").isdecimal() else float(text)
     except ValueError:
-        raise ValueError(f"{option}: expected numbers such as 0.5,1.0,1.5, got {text!r}") from None
+        return text

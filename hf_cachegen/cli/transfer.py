@@ -124,9 +124,12 @@ def _copy(store: Store, out: Path, overwrite: bool) -> Path:
 
 
 def _download_table(store: Store, hub_options: dict[str, Any]) -> None:
-    """Also fetch the model table that an artefact names, if it is a Hub repository."""
+    """Also fetch the codecs that an artefact uses of the table that it names on the Hub."""
     from hf_cachegen.stores import HubStore
+    from hf_cachegen.tables import ModelTable
 
     reference = Artifact.open(store).manifest.identity.table
     if reference is not None and reference.location != EMBEDDED:
-        HubStore(reference.location, **hub_options).download()
+        with HubStore(reference.location, **hub_options) as table:
+            # Whole files that are read stay in the Hugging Face cache.
+            ModelTable.load(table, codecs=reference.codecs)

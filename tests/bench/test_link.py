@@ -13,6 +13,7 @@ import pytest
 
 from hf_cachegen.bench.link import (
     Busy,
+    Gone,
     IgnoreRange,
     LinkServer,
     Reset,
@@ -177,6 +178,15 @@ def test_faults_hit_the_request_they_name(served: Path) -> None:
         assert get(server, wanted)[1] == right
         assert [record.status for record in server.requests[:2]] == [206, 206]
         assert server.requests[2].sent_bytes == 100
+
+
+def test_server_that_is_gone_stays_so(served: Path) -> None:
+    with LinkServer(served, faults=[Gone(1, at_byte=100)]) as server:
+        assert get(server, "bytes=0-999")[1] == CONTENT[:1000]
+        for _ in range(3):
+            with pytest.raises(ConnectionResetError):
+                get(server, "bytes=0-999")
+        assert [record.sent_bytes for record in server.requests] == [1000, 100, 0, 0]
 
 
 def test_leaving_ends_threads_and_sockets(served: Path) -> None:

@@ -32,8 +32,10 @@ def measure(tiny_model_folder: Path, documents: list[Path]) -> list[str]:
 
 
 def test_the_last_line_of_stdout_is_the_report(measure, documents):
-    arguments = [*measure, "--calibration", str(documents[2]), "--factors", "1,0.5"]
-    result = CliRunner().invoke(app, [*arguments, "--max-samples", "1", "--tables-per", "tensor"])
+    arguments = [*measure, "--calibration", str(documents[2]), "--set", "delta.factors=1,0.5"]
+    result = CliRunner().invoke(
+        app, [*arguments, "--max-samples", "1", "--set", "delta.tables=tensor"]
+    )
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["schema"] == 1
@@ -45,6 +47,21 @@ def test_the_last_line_of_stdout_is_the_report(measure, documents):
     assert rows[lossless]["kl_mean"] == 0
     assert rows[coarse]["bits_per_value"] < rows[fine]["bits_per_value"]
     assert "delta-1" in result.stderr
+
+
+def test_nested_levels_are_measured_with_what_they_refine(measure, documents):
+    """The benchmark itself checks that what streams is what the chain of codecs decodes."""
+    arguments = [*measure, "--calibration", str(documents[2]), "--codec", "transform"]
+    arguments += ["--codecs", "transform", "--set", "transform.group=2", "transform.levels=2"]
+    arguments += ["--set", "transform.step=3e-4"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    coarse, fine = [row for row in rows if row["codec"] == "transform"]
+    assert [coarse["level"], fine["level"]] == ["transform-0", "transform-1"]
+    assert coarse["bits_per_value"] < fine["bits_per_value"] < 32
+    assert coarse["kl_mean"] > 0 < fine["kl_mean"]
+    assert fine["encode_s"] > 0 < fine["decode_s"]
 
 
 def test_a_flaw_in_the_round_trip_is_exit_code_1(measure, documents, monkeypatch):
@@ -62,7 +79,8 @@ def test_profile_writes_what_it_measured_into_the_card(
 ):
     out = tmp_path / "table"
     arguments = ["profile", tiny_model_folder, "-o", out, "--text", documents[2]]
-    arguments += ["--sample-tokens", 100, "--max-samples", 2, "--factors", 1]
+    arguments += ["--sample-tokens", 100, "--max-samples", 2, "--codecs", "delta"]
+    arguments += ["--set", "delta.factors=1,"]
     assert "1756 tokens" in refuse(*arguments, "--evaluate", documents[0])
     card = (out / "README.md").read_text()
     assert "| three | 200 |" in card
@@ -90,10 +108,16 @@ def test_entropy_as_json(run):
         ([], "--calibration FILE... or --table"),
         (["--calibration", "{three}", "--table", "x"], "--calibration FILE... or --table"),
         (["--calibration", "{one}"], "not profiled, got one"),
-        (["--calibration", "{three}", "--bins", "1,x"], "--bins: expected numbers"),
-        (["--calibration", "{three}", "--factors", "1,2"], "decrease"),
-        (["--calibration", "{three}", "--group", "-1"], "--group: "),
-        (["--table", "x", "--group", "3"], "the table has its own"),
+        (["--calibration", "{three}", "--set", "delta.bins=1,x"], "--set delta.bins: "),
+        (["--calibration", "{three}", "--set", "delta.factors=1,2"], "decrease"),
+        (["--calibration", "{three}", "--set", "delta.group=-1"], "--set delta.group: "),
+        (["--calibration", "{three}", "--set", "transform.none=1"], "--set transform.none: "),
+        (["--calibration", "{three}", "--set", "transform.levels=0"], "--set transform.levels: "),
+        (["--calibration", "{three}", "--set", "transform.step=x"], "--set transform.step: "),
+        (["--calibration", "{three}", "--set", "transform.group"], "expected CODEC.NAME=VALUE"),
+        (["--calibration", "{three}", "--set", "other.group=1"], "expected CODEC.NAME=VALUE"),
+        (["--calibration", "{three}", "--codecs", "zip"], "--codecs: unknown zip"),
+        (["--table", "x", "--set", "delta.group=3"], "the table has its own"),
         (["--calibration", "{three}", "{three}"], "'three' twice"),
     ],
 )

@@ -11,10 +11,12 @@ import huggingface_hub.constants
 import pytest
 from typer.testing import CliRunner
 
+from hf_cachegen import ModelTable, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.bench.link import LinkServer, Reset
 from hf_cachegen.bench.local_hub import LocalHub
 from hf_cachegen.cli import app
+from hf_cachegen.hf.table_hub import push_table
 from hf_cachegen.stores import LocalStore
 
 QUESTION = "\nWho signed it?"
@@ -188,16 +190,72 @@ def test_a_table_is_pushed_with_its_card_and_used_by_encode(
     table = tmp_path / "table"
     profile = ("profile", tiny_model_folder, "--text", document, "--max-samples", 2)
     profile += ("--sample-tokens", 100)
-    run(*profile, "-o", table, "--model-id", "me/tiny", "--group", 5, "--factors", "2,1")
+    run(
+        *profile,
+        "-o",
+        table,
+        "--model-id",
+        "me/tiny",
+        "--codecs",
+        "delta",
+        "--set",
+        "delta.group=5",
+        "--set",
+        "delta.factors=2,1",
+    )
     at = ("--endpoint", hub.endpoint, "--token", hub.token)
     run("push", table, "me/tiny-table", *at)
     facts = json.loads(run("info", "me/tiny-table", "--json", *at))
     assert facts["kind"] == "table"
-    assert facts["params"]["group"] == 5
+    assert facts["codecs"]["delta"]["params"]["group"] == 5
+    shown = run("info", "me/tiny-table", *at)
+    assert "[2.0, 1.0]" in shown
+    assert facts["codecs"]["delta"]["digest"] in shown
     assert "intact" in run("verify", "me/tiny-table", *at)
     run("fetch", "me/tiny-table", "-o", tmp_path / "copy", *at)
     encode = ("encode", tiny_model_folder, "--text", document, "-o", tmp_path / "kv")
     run(*encode, "--tables", tmp_path / "copy")
     cache = json.loads(run("info", tmp_path / "kv", "--json"))
     assert [level["name"] for level in cache["levels"]] == ["delta-0", "delta-1", "lossless"]
-    assert cache["table"]["digest"] == facts["digest"]
+    assert cache["table"]["codecs"] == {"delta": facts["codecs"]["delta"]["digest"]}
+
+
+def test_levels_of_transform_from_profile_to_answer(
+    run, refuse, tmp_path, tiny_model_folder, document
+):
+    table, kv = tmp_path / "table", tmp_path / "kv"
+    profile = ("profile", tiny_model_folder, "--text", document, "--sample-tokens", 200)
+    parameters = ("--set", "transform.group=2", "transform.levels=2", "transform.step=3e-4")
+    run(*profile, "-o", table, "--codecs", "transform", *parameters)
+    facts = json.loads(run("info", table, "--json"))
+    assert {facts["codecs"]["transform"]["params"][name] for name in ("group", "levels")} == {2}
+    encode = ("encode", tiny_model_folder, "--text", document, "--tables", table)
+    run(*encode, "-o", kv, "--importance", "recent")
+    names = [level["name"] for level in json.loads(run("info", kv, "--json"))["levels"]]
+    assert names == ["transform-0", "transform-1", "lossless"]
+    assert "overwrite" in refuse(*encode, "-o", kv, "--importance", "flat")
+    assert "intact" in run("verify", kv)
+    answer = ("generate", tiny_model_folder, kv, "--question", QUESTION, "--max-new-tokens", 4)
+    for level in names:
+        assert run(*answer, "--level", level)
+
+
+def test_fetch_brings_what_a_cache_uses_of_a_table_on_the_hub(
+    run, hub, tmp_path, tiny_model, tiny_tokenizer, tiny_text, random_transform_tables
+):
+    delta = profile_model(tiny_model, tiny_tokenizer, {"a": tiny_text}, sample_tokens=200)
+    both = ModelTable.build(
+        *(delta.tables["delta"], random_transform_tables(delta.record.layout)),
+        **{name: getattr(delta.record, name) for name in ("model_id", "config", "layout", "data")},
+    )
+    options = {"endpoint": hub.endpoint, "token": hub.token}
+    push_table(both.save(tmp_path / "table"), "me/table", **options)
+    levels = ["delta-1", "lossless"]
+    context = (tiny_model, tiny_tokenizer, tiny_text, tmp_path / "kv")
+    save_cache(*context, tables="me/table", levels=levels, **options)
+    shutil.rmtree(tmp_path / "hub-cache")
+    at = ("--endpoint", hub.endpoint, "--token", hub.token)
+    run("fetch", tmp_path / "kv", "-o", tmp_path / "copy", *at)
+    fetched = {path.name for path in (tmp_path / "hub-cache").glob("*/snapshots/*/*")}
+    assert fetched == {"table.json", "delta.safetensors"}
+    assert "transform" in json.loads(run("info", "me/table", "--json", *at))["codecs"]

@@ -1,0 +1,111 @@
+"""``bench stream``: time to first token over real links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_cachegen.cli import options
+from hf_cachegen.cli.output import print_json, print_table
+from hf_cachegen.config import CHUNK_TOKENS
+
+
+def stream(
+    model: options.Model,
+    text: Annotated[
+        Path,
+        options.text_option(
+            "Text file: its beginning is cached, then it goes on.", "--text", "FILE"
+        ),
+    ],
+    table: Annotated[
+        str, typer.Option(help="Folder or Hub repository of the model's table.", show_default=False)
+    ],
+    context: Annotated[int, typer.Option(help="Tokens to cache.", min=1)] = 6000,
+    ahead: Annotated[
+        int,
+        typer.Option(help="Next tokens: what is asked, and what quality is measured on.", min=2),
+    ] = 64,
+    link_mbps: Annotated[
+        list[float] | None,
+        typer.Option(help="Rates of links in Mbit/s.  [default: 10 50 200]", show_default=False),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        options.text_option(
+            "Files with the rate of a link over time: lines of '<seconds> <Mbit/s>'.", "--trace"
+        ),
+    ] = None,
+    latency_ms: Annotated[float, typer.Option(help="Latency of each request.", min=0)] = 0.0,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only these: text, bf16 and uniform-8 (files without a codec), fixed (every "
+            "level), fixed:LEVEL, paper, robust, layered.",
+            show_default=False,
+        ),
+    ] = None,
+    levels: Annotated[
+        str | None,
+        typer.Option(help="Levels to encode, comma-separated.", show_default=False),
+    ] = None,
+    target: Annotated[float, typer.Option(help="Seconds to the first token to meet.")] = 2.0,
+    runs: Annotated[int, typer.Option(help="Runs of each source.", min=1)] = 5,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.", min=1)] = CHUNK_TOKENS,
+    dtype: options.DtypeOption = options.Dtype.auto,
+    json: options.Json = False,
+) -> None:
+    """Measure time to first token over real links: from text, from files, levels and policies.
+
+    The document is encoded once and served on the loopback behind each link in turn. Every time
+    counts from the request for the cache, with the model loaded and its speed measured.
+    """
+    from hf_cachegen.bench.link import read_trace
+    from hf_cachegen.bench.stream import SOURCES, BenchLink, bench_stream
+    from hf_cachegen.cli.models import load_model
+    from hf_cachegen.hf.codecs import load_table
+
+    if target <= 0 or min(link_mbps or [1]) <= 0:
+        raise ValueError("expected a target and link rates above 0")
+    rates = link_mbps or ([] if trace else [10.0, 50.0, 200.0])
+    latency_s = latency_ms / 1e3
+    links = [BenchLink.constant(rate, latency_s) for rate in rates]
+    links += [BenchLink(path.stem, read_trace(path), latency_s) for path in trace or []]
+    loaded, tokenizer = load_model(model, dtype)
+    ids = tokenizer(options.read_text(text), return_tensors="pt")["input_ids"][0]
+    if len(ids) < context + ahead:
+        raise ValueError(f"{text}: expected at least {context + ahead} tokens, found {len(ids)}")
+    result = bench_stream(
+        loaded,
+        load_table(table)[0],
+        ids[:context],
+        ids[context : context + ahead],
+        links,
+        sources=source or SOURCES,
+        levels=None if levels is None else [name.strip() for name in levels.split(",")],
+        target_s=target,
+        runs=runs,
+        chunk_tokens=chunk_tokens,
+    )
+    print_table(
+        ("link", "source", "TTFT p50", "p90", "missed", "MB", "KL", "chunks"),
+        [
+            (
+                row.link,
+                row.source,
+                f"{row.ttft_p50_s:.2f} s",
+                f"{row.ttft_p90_s:.2f} s",
+                f"{100 * row.missed:.0f}%",
+                f"{row.size_bytes / 1e6:.1f}",
+                f"{row.kl_mean:.2g}",
+                ", ".join(f"{100 * share:.0f}% {name}" for name, share in row.shares.items()),
+            )
+            for row in result.rows
+        ],
+        title=f"{context} tokens, target {target:g} s, {runs} runs",
+        stderr=json,
+    )
+    if json:
+        print_json(result.to_json())
