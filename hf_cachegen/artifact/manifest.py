@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from hf_cachegen.artifact.identity import CodecName, Identity, Text
 from hf_cachegen.config import CHUNKS_FOLDER, FORMAT_VERSION, MANIFEST_NAME
@@ -68,6 +76,12 @@ class LevelRecord(Record):
     params: dict[Text, int | float | str | bool] = Field(default_factory=dict, max_length=256)
     exact: bool
     refines: Text | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_none(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A level that stands alone has the bytes, and so the chunk names, that it always had."""
+        values: dict[str, Any] = serialise(self)
+        return {k: v for k, v in values.items() if k != "refines" or v is not None}
 
 
 class ChunkRecord(Record):

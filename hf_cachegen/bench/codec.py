@@ -22,6 +22,7 @@ from hf_cachegen.artifact import LevelRecord, Manifest
 from hf_cachegen.bench.baselines import baselines, decoded_cache
 from hf_cachegen.bench.quality import Quality, compare, continuation_logits
 from hf_cachegen.codec.base import SegmentCodec
+from hf_cachegen.codec.transform import Importance, Mode
 from hf_cachegen.config import MANIFEST_NAME
 from hf_cachegen.errors import CacheGenError
 from hf_cachegen.hf.cache import CompressedStreamingCache
@@ -91,6 +92,7 @@ def bench_codec(
     context: int = 1500,
     continuation: int = 256,
     codec: str | None = None,
+    importance: Mode = "predicted",
     progress: bool = True,
 ) -> list[Row]:
     """Measure every level, and the baselines, on documents.
@@ -105,6 +107,8 @@ def bench_codec(
         Tokens that are cached, and real next tokens that are predicted from the cache.
     codec
         Measure only this codec's levels; baselines are always measured.
+    importance
+        How ``transform`` tells tokens apart, see :func:`~hf_cachegen.save_cache`.
 
     Raises
     ------
@@ -125,7 +129,7 @@ def bench_codec(
             raise ValueError(
                 f"{name}: expected at least {context + continuation} tokens, found {len(ids)}"
             )
-        for key, sample in _measure(model, ids[:context], ids[context:], table, levels):
+        for key, sample in _measure(model, ids[:context], ids[context:], table, levels, importance):
             samples.setdefault(key, []).append(sample)
     return [_summarise(*key, found) for key, found in samples.items()]
 
@@ -136,6 +140,7 @@ def _measure(
     ahead: Tensor,
     table: ModelTable,
     levels: Sequence[LevelRecord],
+    importance: Mode,
 ) -> Iterator[tuple[tuple[str, str], _Sample]]:
     cache = prefill(model, ids, progress=False)
     layers = cached_layers(cache)
@@ -151,14 +156,20 @@ def _measure(
     with tempfile.TemporaryDirectory() as folder:
         names = [level.name for level in levels]
         manifest = save_cache(
-            model, None, ids, folder, cache=cache, tables=table, levels=names, progress=False
-        )
+            model, None, ids, folder, cache=cache, tables=table, levels=names,
+            importance=importance, progress=False,
+        )  # fmt: skip
         for index, level in enumerate(levels):
             streamed = CompressedStreamingCache.from_pretrained(
                 folder, model=model, level=level.name, tables=table
             )
             codecs = [
-                codec_for(levels[part], manifest.identity.layout, table)
+                codec_for(
+                    levels[part],
+                    manifest.identity.layout,
+                    table,
+                    Importance(importance, manifest.tokens.n),
+                )
                 for part in manifest.chain(index)
             ]
             encode_s, decode_s, decoded = _time(codecs, layers)

@@ -62,6 +62,7 @@ def codec(
         int | None,
         typer.Option(help="Samples of calibration text to use at most.", show_default=False),
     ] = None,
+    importance: options.ImportanceOption = options.Importance.predicted,
     codecs: options.Codecs = None,
     parameters: options.CodecParameters = None,
     json: options.Json = False,
@@ -100,6 +101,7 @@ def codec(
             context=context,
             continuation=continuation,
             codec=codec,
+            importance=importance.value,
         )
     except RoundTripError as error:
         print(f"hf-cachegen: round trip failed: {error}", file=sys.stderr)

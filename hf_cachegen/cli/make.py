@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +10,6 @@ import typer
 from hf_cachegen.cli import options
 from hf_cachegen.cli.inspect import print_levels
 from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES
-
-
-class Importance(StrEnum):
-    """How ``transform`` tells tokens apart."""
-
-    flat = "flat"
-    predicted = "predicted"
-    recent = "recent"
 
 
 def encode(
@@ -50,9 +41,7 @@ def encode(
         ),
     ] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = CHUNK_TOKENS,
-    importance: Annotated[
-        Importance, typer.Option(help="Which tokens get more bits; recent: the last ones.")
-    ] = Importance.predicted,
+    importance: options.ImportanceOption = options.Importance.predicted,
     dtype: options.DtypeOption = options.Dtype.auto,
     model_id: options.ModelId = None,
     overwrite: Annotated[

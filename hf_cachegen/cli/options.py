@@ -24,6 +24,14 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
+class Importance(StrEnum):
+    """How ``transform`` tells tokens apart."""
+
+    flat = "flat"
+    predicted = "predicted"
+    recent = "recent"
+
+
 class ManyValuesCommand(TyperCommand):
     """Options that may be repeated also take several values at once.
 
@@ -77,6 +85,10 @@ Endpoint = Annotated[str | None, typer.Option(help="URL of another Hub; by defau
 ModelId = Annotated[
     str | None,
     typer.Option(help="Model name to record, if MODEL is a local copy of a Hub repository."),
+]
+ImportanceOption = Annotated[
+    Importance,
+    typer.Option(help="Which tokens transform gives more bits; recent: the last ones, too."),
 ]
 Codecs = Annotated[
     str | None,

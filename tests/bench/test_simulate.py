@@ -226,10 +226,10 @@ def test_fluctuating_link(fluctuating: SimulationReport):
     robust = fluctuating.row("robust", "transform")
     layered = fluctuating.row("layered", "transform")
     assert fluctuating.row("fixed:uniform-8").miss_rate > 0.8
-    assert paper.miss_rate <= 0.1
-    assert robust.miss_rate <= 0.03
-    assert layered.miss_rate <= 0.03
-    assert layered.loss <= paper.loss
+    assert paper.miss_rate <= 0.12
+    assert robust.miss_rate < paper.miss_rate
+    assert layered.miss_rate <= 0.01
+    assert layered.loss <= robust.loss
     # With delta even its smallest level misses too often for any choice to help.
     assert fluctuating.row("fixed:delta-0").miss_rate > 0.2
     assert fluctuating.row("robust", "delta").miss_rate < fluctuating.row("fixed:delta-0").miss_rate
@@ -253,11 +253,13 @@ def test_constant_link_of_3_gbps():
     report = run_simulation(SimulationConfig(contexts=1, policies=("text", "fixed")))
     seconds = {row.policy: row.ttft_mean_s for row in report.rows}
     text, eight = seconds["text"], seconds["fixed:uniform-8"]
+    uniform_4 = seconds["fixed:uniform-4"]
     assert text / seconds["fixed:delta-0"] > 3.1
     # Delta at a quality near 8 bits is not 3.2 times smaller than 8 bits: 8.25 / 3.70 = 2.2.
     assert eight / seconds["fixed:delta-1"] == pytest.approx(2.2, abs=0.1)
-    assert eight / seconds["fixed:transform-2"] > 6
-    assert text / seconds["fixed:transform-2"] > 4
+    # Decoding at 7 GB/s and the question's own pass take 0.2 s, whatever the codec.
+    assert uniform_4 / seconds["fixed:transform-1"] > 4
+    assert text / seconds["fixed:transform-1"] > 9
 
 
 def test_sharing_stretches_everything_alike():
