@@ -172,8 +172,10 @@ def _measure(
                 )
                 for part in manifest.chain(index)
             ]
-            encode_s, decode_s, decoded = _time(codecs, layers)
-            _check_round_trip(level, layers, decoded, cached_layers(streamed))
+            found = cached_layers(streamed)
+            held = [_since(layer, part.first) for layer, part in zip(layers, found, strict=True)]
+            encode_s, decode_s, decoded = _time(codecs, held)
+            _check_round_trip(level, held, decoded, found)
             size = _level_bytes(Path(folder), manifest, index)
             yield (
                 (level.codec, level.name),
@@ -230,18 +232,14 @@ def _check_round_trip(
 ) -> None:
     for index, layer in enumerate(layers):
         want = layer.tensors if level.exact else decoded[index]
-        for found in (decoded[index], _tail(streamed[index], layer)):
+        for found in (decoded[index], streamed[index].tensors):
             if not all(torch.equal(a, b) for a, b in zip(want, found, strict=True)):
                 raise RoundTripError(f"level {level.name}, layer {index}: the round trip differs")
 
 
-def _tail(streamed: CachedLayer, whole: CachedLayer) -> list[Tensor]:
-    """The streamed tensors, completed in front by ``whole`` where a window has moved on."""
-    missing = streamed.first - whole.first
-    return [
-        torch.cat((w[:, :missing], s), dim=1)
-        for w, s in zip(whole.tensors, streamed.tensors, strict=True)
-    ]
+def _since(layer: CachedLayer, first: int) -> CachedLayer:
+    """A layer without the tokens before ``first``, which a sliding window has left."""
+    return CachedLayer(tuple(t[:, first - layer.first :] for t in layer.tensors), first)
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
