@@ -40,10 +40,8 @@ def test_a_misfit_is_logged(
     warns: bool,
 ) -> None:
     monkeypatch.setattr(fit, "MIN_TOKENS", 40)
+    table = promising(transform_table(llama.model), share)
     ids = torch.arange(60) % 50
     with caplog.at_level(logging.WARNING, logger=fit.logger.name):
-        save_cache(
-            llama.model, None, ids, tmp_path / "a", tables=promising(transform_table(llama.model), share),
-            progress=False,
-        )  # fmt: skip
+        save_cache(llama.model, None, ids, tmp_path / "a", tables=table, progress=False)
     assert ("fits this text badly" in caplog.text) == warns
