@@ -9,7 +9,8 @@ from hf_cachegen.artifact.manifest import LevelRecord
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.delta import DeltaCodec, DeltaTables
 from hf_cachegen.codec.exact import LosslessCodec, RawCodec
-from hf_cachegen.codec.transform import Importance, Mode, TransformCodec
+from hf_cachegen.codec.importance import Importance, Mode
+from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout

@@ -11,7 +11,7 @@ from hf_cachegen.artifact import LevelRecord
 from hf_cachegen.codec.delta import DeltaCodec, DeltaConfig
 from hf_cachegen.codec.delta_profile import DeltaProfiler
 from hf_cachegen.codec.exact import LosslessCodec, RawCodec
-from hf_cachegen.codec.transform import Importance, Mode
+from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from hf_cachegen.bench.baselines import baselines, decoded_cache
 from hf_cachegen.bench.ttft import Prompt, build_prompt
-from hf_cachegen.codec.transform import Mode
+from hf_cachegen.codec.importance import Mode
 from hf_cachegen.hf.cache import CompressedStreamingCache
 from hf_cachegen.hf.compat import cache_argument
 from hf_cachegen.hf.contents import cached_layers

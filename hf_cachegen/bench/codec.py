@@ -22,7 +22,7 @@ from hf_cachegen.artifact import LevelRecord, Manifest
 from hf_cachegen.bench.baselines import baselines, decoded_cache
 from hf_cachegen.bench.quality import Quality, compare, continuation_logits
 from hf_cachegen.codec.base import SegmentCodec
-from hf_cachegen.codec.transform import Importance, Mode
+from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.config import MANIFEST_NAME
 from hf_cachegen.errors import CacheGenError
 from hf_cachegen.hf.cache import CompressedStreamingCache

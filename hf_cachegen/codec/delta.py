@@ -37,7 +37,7 @@ from hf_cachegen.codec.bank import IntegerBank
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.channels import channels, store_channels
 from hf_cachegen.codec.entropy import decode_integers, encode_integers
-from hf_cachegen.codec.exact import tensor_bytes, tensor_from_bytes
+from hf_cachegen.codec.exact import read_tensors, tensor_bytes
 from hf_cachegen.codec.integer_tables import BANK_FIELDS, bank_from_arrays, bank_to_arrays
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.errors import FormatError
@@ -269,10 +269,7 @@ class DeltaCodec(SegmentCodec):
         self.check_tensors(layer, out)
         reader = ByteReader(data, f"delta segment of layer {layer}")
         sinks = self._sinks(start, out[0].shape[1])
-        for tensor in out:
-            head = tensor[:, :sinks]
-            raw = reader.take(head.numel() * head.element_size())
-            head.copy_(tensor_from_bytes(raw, tuple(head.shape), head.dtype))
+        read_tensors(reader, [tensor[:, :sinks] for tensor in out])
         tokens = out[0].shape[1] - sinks
         if tokens and out[0].is_cuda and find_spec("triton") is not None:
             self._decode_on_gpu(reader, layer, [tensor[:, sinks:] for tensor in out], start + sinks)

@@ -51,9 +51,7 @@ class RawCodec(SegmentCodec):
     def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
         self.check_tensors(layer, out)
         reader = ByteReader(data, f"raw segment of layer {layer}")
-        for tensor in out:
-            size = tensor.numel() * tensor.element_size()
-            tensor.copy_(tensor_from_bytes(reader.take(size), tuple(tensor.shape), tensor.dtype))
+        read_tensors(reader, out)
         reader.finish()
 
 
@@ -77,6 +75,13 @@ class LosslessCodec(SegmentCodec):
 def tensor_bytes(tensor: Tensor) -> bytes:
     """Values of a tensor, row-major, little-endian."""
     return _bits(tensor).tobytes()
+
+
+def read_tensors(reader: ByteReader, out: Sequence[Tensor]) -> None:
+    """Fill tensors or views with what :func:`tensor_bytes` made of theirs, one after another."""
+    for tensor in out:
+        data = reader.take(tensor.numel() * tensor.element_size())
+        tensor.copy_(tensor_from_bytes(data, tuple(tensor.shape), tensor.dtype))
 
 
 def tensor_from_bytes(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

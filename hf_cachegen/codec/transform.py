@@ -44,12 +44,10 @@ and at every later one::
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -65,7 +63,8 @@ from hf_cachegen.codec.entropy import (
     encode_integers,
     encode_symbols,
 )
-from hf_cachegen.codec.exact import tensor_bytes, tensor_from_bytes
+from hf_cachegen.codec.exact import read_tensors, tensor_bytes
+from hf_cachegen.codec.importance import Importance, importance_features
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.codec.scale_classes import UNIFORM, classify, n_coded
 from hf_cachegen.codec.transform_matrices import settle_threads, synthesise
@@ -83,44 +82,6 @@ LARGEST = 2.0**30
 ROWS_PER_PRODUCT = 256
 """Coefficients that are computed at a time. A matrix product of another size may round otherwise,
 and a coefficient at the edge of a bin would then not lie in the bins of the levels below."""
-
-Mode = Literal["flat", "predicted", "recent"]
-
-
-@dataclass(frozen=True)
-class Importance:
-    """How an encoder tells tokens apart: the better half of the bits go where errors cost more.
-
-    Attributes
-    ----------
-    mode
-        ``flat``: all tokens alike. ``predicted``: by the table's regression on the norms of a
-        token's keys and values. ``recent``: by the regression that also knows how far a token is
-        from the end of the context: better if the next question is about what came last, worse if
-        it is about the beginning.
-    n_tokens
-        Tokens of the whole context, for ``recent``.
-    log_weights
-        Natural log of how much more an error matters, float ``[n_tokens]``, added to the above.
-    """
-
-    mode: Mode = "predicted"
-    n_tokens: int | None = None
-    log_weights: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"expected importance of {get_args(Mode)}, got {self.mode!r}")
-        if self.mode == "recent" and self.n_tokens is None:
-            raise ValueError("importance 'recent': expected n_tokens, the length of the context")
-
-    @property
-    def label(self) -> str:
-        """What tells encodings with other weights apart."""
-        if self.log_weights is None:
-            return self.mode
-        weights = self.log_weights.float().cpu().numpy().tobytes()
-        return f"{self.mode}-{hashlib.blake2b(weights, digest_size=8).hexdigest()}"
 
 
 class TransformCodec(SegmentCodec):
@@ -175,10 +136,7 @@ class TransformCodec(SegmentCodec):
         self.check_tensors(layer, out)
         reader = ByteReader(data, f"transform segments of layer {layer}")
         sinks = self._sinks(start, out[0].shape[1])
-        for tensor in out:
-            head = tensor[:, :sinks]
-            raw = reader.take(head.numel() * head.element_size())
-            head.copy_(tensor_from_bytes(raw, tuple(head.shape), head.dtype))
+        read_tensors(reader, [tensor[:, :sinks] for tensor in out])
         tokens = out[0].shape[1] - sinks
         if tokens:
             coefficients = self._decode_coefficients(reader, layer, tokens)
@@ -363,20 +321,6 @@ def _refine(q: NDArray[np.int32], thirds: NDArray[np.uint8]) -> NDArray[np.int32
     """Inverse of :func:`_thirds`, from the coarser level's ``q``."""
     third = thirds.astype(np.int32) - 1
     return REFINEMENT * q + np.where(q < 0, -third, third)
-
-
-def importance_features(tensors: Sequence[Tensor], start: int, n_tokens: int | None) -> Tensor:
-    """What the regression of a token's importance knows of it, float32 ``[T, features + 1]``.
-
-    Log norms of its values per tensor and head ``[H, T, D]``; then, if the context's length is
-    known, the log of its distance from the end.
-    """
-    norms = [tensor.float().square().sum(-1).cpu() for tensor in tensors]  # [H, T]
-    features = torch.cat(norms).clamp_min(1e-20).log().T
-    if n_tokens is None:
-        return features
-    distance = torch.arange(n_tokens - start, n_tokens - start - len(features), -1)
-    return torch.cat((features, distance.clamp_min(1).log()[:, None]), dim=1)
 
 
 def _encode_exponents(planes: Sequence[_Plane], limit: int) -> bytes:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank, TableBank, normalise_counts
 from hf_cachegen.codec.channels import channels
+from hf_cachegen.codec.importance import importance_features
 from hf_cachegen.codec.integer_tables import build_integer_bank, integer_bits
 from hf_cachegen.codec.scale_classes import CLASS_RATIOS, LOWEST_RATIO, N_CLASSES
-from hf_cachegen.codec.transform import TransformCodec, importance_features
+from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_tables import (
     REFINEMENT,
     THIRDS_STARTS,

@@ -26,7 +26,7 @@ from hf_cachegen.artifact import (
     TableRef,
 )
 from hf_cachegen.codec.base import SegmentCodec
-from hf_cachegen.codec.transform import Importance, Mode
+from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.config import CHUNK_TOKENS
 from hf_cachegen.errors import PromptMismatch
 from hf_cachegen.hf.codecs import TableSource, load_table

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from hf_cachegen.codec import entropy
 from hf_cachegen.codec.bank import ESCAPE_BITS, PROB_BITS, to_symbols
 from hf_cachegen.codec.channels import channels, store_channels
+from hf_cachegen.codec.importance import Importance, importance_features
 from hf_cachegen.codec.planes import ByteReader
-from hf_cachegen.codec.transform import LARGEST, Importance, TransformCodec, importance_features
+from hf_cachegen.codec.transform import LARGEST, TransformCodec
 from hf_cachegen.codec.transform_matrices import synthesise
 from hf_cachegen.codec.transform_profile import TransformProfiler
 from hf_cachegen.codec.transform_tables import TransformConfig, TransformTables, group_specs

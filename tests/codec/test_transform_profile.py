@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from hf_cachegen.codec.bank import ESCAPE_BITS, PROB_BITS, to_symbols
 from hf_cachegen.codec.channels import channels
+from hf_cachegen.codec.importance import Importance
 from hf_cachegen.codec.rope import rotate
 from hf_cachegen.codec.scale_classes import CLASS_RATIOS, LOWEST_RATIO
-from hf_cachegen.codec.transform import Importance, TransformCodec
+from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_matrices import (
     analysis_matrix,
     scaled_basis,
