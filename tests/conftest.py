@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+import time
 
 # Read by huggingface_hub when it is imported, so they come before everything else.
 _HF_HOME = tempfile.TemporaryDirectory(prefix="hf-cachegen-tests-")
@@ -174,3 +176,21 @@ class Scripted(Policy):
 def scripted() -> type[Scripted]:
     """``scripted(levels, refinements)``, see :class:`Scripted`."""
     return Scripted
+
+
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("hf-cachegen")}
+
+
+@pytest.fixture
+def threads_end() -> Callable[[], bool]:
+    """``threads_end()`` says whether all threads started in the test end within seconds."""
+    before = _threads()
+
+    def threads_end() -> bool:
+        deadline = time.monotonic() + 10
+        while _threads() - before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not _threads() - before
+
+    return threads_end

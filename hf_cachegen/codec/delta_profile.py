@@ -25,12 +25,8 @@ from hf_cachegen.codec.delta import (
     row_offsets,
     table_ids,
 )
-from hf_cachegen.codec.integer_tables import build_integer_bank
-from hf_cachegen.config import MAX_ALPHABET
+from hf_cachegen.codec.integer_tables import LIMIT, build_integer_bank
 from hf_cachegen.layout import KVLayout
-
-LIMIT = (MAX_ALPHABET - 2) // 2
-"""Largest integer with a symbol of its own; with the escape that makes MAX_ALPHABET symbols."""
 
 
 class _Moments:

@@ -9,10 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_cachegen.codec.bank import ESCAPE_BITS, PROB_TOTAL, IntegerBank, normalise_counts
+from hf_cachegen.config import MAX_ALPHABET
 from hf_cachegen.errors import FormatError
 
 BANK_FIELDS = {"freqs": np.uint16, "sizes": np.uint16, "lo": np.int16}
 """Arrays of a bank in a file and their dtypes; ``sizes`` are alphabets with the escape."""
+
+LIMIT = (MAX_ALPHABET - 2) // 2
+"""Largest integer with a symbol of its own; with the escape that makes MAX_ALPHABET symbols."""
 
 TAIL_WEIGHT = 0.02
 TAIL_DECAY = 0.7

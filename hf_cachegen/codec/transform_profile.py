@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_cachegen.codec.bank import IntegerBank, TableBank, normalise_counts
 from hf_cachegen.codec.channels import channels
 from hf_cachegen.codec.importance import importance_features
-from hf_cachegen.codec.integer_tables import build_integer_bank, integer_bits
+from hf_cachegen.codec.integer_tables import LIMIT, build_integer_bank, integer_bits
 from hf_cachegen.codec.scale_classes import CLASS_RATIOS, LOWEST_RATIO, N_CLASSES
 from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_tables import (
@@ -35,11 +35,7 @@ from hf_cachegen.codec.transform_tables import (
     group_specs,
     layer_groups,
 )
-from hf_cachegen.config import MAX_ALPHABET
 from hf_cachegen.layout import KVLayout, TensorSpec
-
-LIMIT = (MAX_ALPHABET - 2) // 2
-"""Largest integer with a symbol of its own; with the escape that makes MAX_ALPHABET symbols."""
 
 FINEST_EXPONENT = 1
 """Coefficients that only tokens with a finer w would code are not stored: few tokens have one."""

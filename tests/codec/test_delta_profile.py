@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_cachegen.codec.delta import DeltaCodec, DeltaConfig, DeltaTables
-from hf_cachegen.codec.delta_profile import LIMIT, DeltaProfiler
+from hf_cachegen.codec.delta_profile import DeltaProfiler
+from hf_cachegen.codec.integer_tables import LIMIT
 from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 
 # Nothing is rotated, so that a channel's statistics are those of the numbers given.

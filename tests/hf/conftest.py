@@ -210,24 +210,6 @@ def tricky_store() -> Callable[..., TrickyStore]:
     return TrickyStore
 
 
-def _threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith("hf-cachegen")}
-
-
-@pytest.fixture
-def threads_end() -> Callable[[], bool]:
-    """``threads_end()`` says whether all threads started in the test end within seconds."""
-    before = _threads()
-
-    def threads_end() -> bool:
-        deadline = time.monotonic() + 10
-        while _threads() - before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return not _threads() - before
-
-    return threads_end
-
-
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     """An empty Hub that huggingface_hub talks to, with caches of its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -91,21 +90,3 @@ class SlowStore(LocalStore):
 def slow_store() -> type[SlowStore]:
     """``slow_store(folder, **tricks)``, see :class:`SlowStore`."""
     return SlowStore
-
-
-def _threads() -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t.name.startswith("hf-cachegen")}
-
-
-@pytest.fixture
-def threads_end() -> Callable[[], bool]:
-    """``threads_end()`` says whether all threads started in the test end within seconds."""
-    before = _threads()
-
-    def threads_end() -> bool:
-        deadline = time.monotonic() + 10
-        while _threads() - before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return not _threads() - before
-
-    return threads_end

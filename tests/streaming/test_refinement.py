@@ -56,10 +56,18 @@ class Memory:
 def start(made_up: Path, slow_store: Any) -> Any:
     """``start(policy, memory, **options)``; the store's own options in ``store``."""
 
-    def start(policy: Any, memory: Memory, *, store: Any = None, **options: Any) -> ChunkStream:
+    def start(
+        policy: Any, memory: Memory, *, store: Any = None, workers: int = 2, **options: Any
+    ) -> ChunkStream:
         artifact = Artifact.open(store or slow_store(made_up))
         return ChunkStream(
-            artifact, policy, ALL, memory.decode, recompute=memory.recompute, workers=2, **options
+            artifact,
+            policy,
+            ALL,
+            memory.decode,
+            recompute=memory.recompute,
+            workers=workers,
+            **options,
         )
 
     return start
@@ -89,7 +97,8 @@ def test_chunks_are_recomputed_in_order(start: Any, scripted: Any, levels: tuple
 
 def test_link_goes_on_while_a_chunk_waits_for_its_recomputation(start: Any, scripted: Any):
     memory = Memory()
-    stream = start(scripted((TEXT, 0, 1)), memory)
+    # One decoder, so that segments are decoded in the order in which they arrive.
+    stream = start(scripted((TEXT, 0, 1)), memory, workers=1)
     stream.wait_transfers()
     stop = time.monotonic() + 10
     while len(memory.events) < 8 and time.monotonic() < stop:
