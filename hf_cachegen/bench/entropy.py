@@ -119,7 +119,7 @@ def _measure(
         raise RuntimeError(f"backend {backend!r} does not give back what it encoded")
 
     def speed(run: Callable[[], object]) -> float:
-        return round(q.size / _median_s(run, repeats) / 1e6, 1)
+        return q.size / _median_s(run, repeats) / 1e6
 
     counts = np.bincount((bank.starts[:-1, None] + symbols).ravel(), minlength=len(bank.freqs))
     return EntropySpeed(
