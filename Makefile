@@ -12,13 +12,42 @@ GEMMA_TABLE := model_tables/google--gemma-3-270m
 # Threads that spin while they wait would take the cores from the decoders beside them.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test lint bench table table-gemma model clean
+.PHONY: demo test test-versions test-gemma lint bench table table-gemma model clean
 
 demo: $(MODEL)/config.json
 	$(BIN)/python -m hf_cachegen.bench.demo --model $(MODEL) --table $(TABLE)
 
 test: $(MODEL)/config.json
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# The newest transformers is the one in constraints.txt, with which `make test` runs. Here are those
+# tests that touch transformers, with the oldest that is supported, and those that need packages
+# which quantise: they make every import of transformers slower, so they are not installed.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLD := build/transformers-$(OLDEST)
+QUANTISED := build/quantised
+
+test-versions: $(MODEL)/config.json $(OLD)/installed $(QUANTISED)/installed
+	PYTHONPATH=$(CURDIR)/$(OLD) $(BIN)/python -m pip show transformers | grep -x 'Version: $(OLDEST)\..*'
+	PYTHONPATH=$(CURDIR)/$(OLD) $(BIN)/python -m pytest -n auto --dist worksteal \
+	    tests/families tests/hf tests/cli/test_flow.py tests/cli/test_ask.py \
+	    --ignore tests/hf/test_faults.py --ignore tests/families/test_document.py
+	PYTHONPATH=$(CURDIR)/$(QUANTISED) PATH=$(CURDIR)/$(QUANTISED)/bin:$$PATH \
+	    $(BIN)/python -m pytest tests/hf/test_quantised.py
+
+$(OLD)/installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(OLD) transformers==$(OLDEST)
+	touch $@
+
+# Without their dependencies, which are here already: torch would be installed once more.
+$(QUANTISED)/installed: $(VENV)/installed
+	DISABLE_CUDA=1 $(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(QUANTISED) \
+	    -c constraints.txt hqq optimum-quanto ninja termcolor
+	touch $@
+
+# 240 MB of packages, so `make test` skips these.
+test-gemma: $(GEMMA)/config.json
+	$(BIN)/python -m pytest -m real_gemma
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

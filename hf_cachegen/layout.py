@@ -93,11 +93,15 @@ class LayerSpec(Record):
 
 
 class KVLayout(Record):
-    """The cache of a whole model."""
+    """What a whole model caches of each token.
+
+    ``layers`` are those that cache something of each token, in the model's order: none of a model
+    whose layers keep nothing but states.
+    """
 
     dtype: DtypeName
     ropes: dict[str, RopeSpec]
-    layers: tuple[LayerSpec, ...] = Field(min_length=1, max_length=4096, strict=False)
+    layers: tuple[LayerSpec, ...] = Field(max_length=4096, strict=False)
 
     @model_validator(mode="after")
     def _ropes_exist(self) -> KVLayout:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import get_args
+
+from torch import Tensor
 
 from hf_cachegen.artifact.manifest import LevelRecord
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.delta import DeltaCodec, DeltaTables
 from hf_cachegen.codec.exact import LosslessCodec, RawCodec
 from hf_cachegen.codec.importance import Importance, Mode
-from hf_cachegen.codec.transform import TransformCodec
+from hf_cachegen.codec.transform import TransformCodec, encode_ladder
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout
@@ -122,10 +124,12 @@ def codec_for(
     layout: KVLayout,
     table: ModelTable | None,
     importance: Importance | None = None,
+    kept: Tensor | None = None,
 ) -> SegmentCodec:
     """The codec that encodes and decodes a level's segments.
 
-    ``importance`` is for codecs whose encoder can tell tokens apart.
+    ``importance`` is for codecs whose encoder can tell tokens apart, ``kept`` as for
+    :class:`SegmentCodec`.
 
     Raises
     ------
@@ -152,8 +156,46 @@ def codec_for(
         )
     index = _level_index(level, tables)
     if isinstance(tables, DeltaTables):
-        return DeltaCodec(layout, tables, index)
-    return TransformCodec(layout, tables, index, importance)
+        return DeltaCodec(layout, tables, index, kept)
+    return TransformCodec(layout, tables, index, importance, kept)
+
+
+def encode_levels(
+    codecs: Sequence[SegmentCodec],
+    layer: int,
+    tensors: Callable[[int], Sequence[Tensor]],
+    start: int,
+) -> list[bytes]:
+    """A layer's segment at several levels of one table and importance.
+
+    Parameters
+    ----------
+    codecs
+        Those of the levels.
+    layer, start
+        As for :meth:`~hf_cachegen.codec.base.SegmentCodec.encode`.
+    tensors
+        Gives a layer's tensors ``[H, T, D]``.
+
+    Returns
+    -------
+    list
+        One segment a level, empty where another layer's segment carries this layer.
+    """
+
+    def stacked(codec: SegmentCodec) -> list[Tensor]:
+        return [tensor for member in codec.members(layer) for tensor in tensors(member)]
+
+    leading = [codec for codec in codecs if codec.members(layer)]
+    ladder = [codec for codec in leading if isinstance(codec, TransformCodec)]
+    segments: dict[SegmentCodec, bytes] = {}
+    if ladder:
+        encoded = encode_ladder(ladder, layer, stacked(ladder[0]), start)
+        segments.update(zip(ladder, encoded, strict=True))
+    for codec in leading:
+        if codec not in segments:
+            segments[codec] = codec.encode(layer, stacked(codec), start)
+    return [segments.get(codec, b"") for codec in codecs]
 
 
 def _steps(tables: CodecTables) -> tuple[str, tuple[float, ...]]:

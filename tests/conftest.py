@@ -18,13 +18,16 @@ os.environ |= {
 for _name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
     os.environ.pop(_name, None)
 
-from collections.abc import Callable, Sequence  # noqa: E402
+import contextlib  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Callable, Iterable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
+from torch import Tensor  # noqa: E402
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -33,6 +36,7 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
 )
 
+from hf_cachegen.codec import gpu  # noqa: E402
 from hf_cachegen.codec.bank import TableBank, normalise_counts  # noqa: E402
 from hf_cachegen.codec.integer_tables import build_integer_bank  # noqa: E402
 from hf_cachegen.codec.scale_classes import N_CLASSES  # noqa: E402
@@ -155,7 +159,7 @@ class Scripted(Policy):
     adapts = False
 
     def __init__(self, levels: Sequence[int], refinements: Sequence[Refinement] = ()) -> None:
-        self._until_s = float("inf") if refinements else 0.0
+        self.until_s = float("inf") if refinements else 0.0
         self.states: list[StreamState] = []
         self._levels = levels
         self._refinements = iter(refinements)
@@ -165,7 +169,7 @@ class Scripted(Policy):
         return self._levels[state.next_chunk]
 
     def refines_until_s(self, state: StreamState) -> float:
-        return self._until_s
+        return self.until_s
 
     def refine(self, state: StreamState) -> Refinement | None:
         self.states.append(state)
@@ -194,3 +198,94 @@ def threads_end() -> Callable[[], bool]:
         return not _threads() - before
 
     return threads_end
+
+
+class SimulatedStream:
+    """A stream of a made-up GPU. Its clock says how much of each stream comes before its next work.
+
+    That is what makes ``wait_event`` and ``record_event`` count: work on two streams is in order
+    only if events say so, however long ago the host has queued it.
+    """
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.clock: Counter[SimulatedStream] = Counter()
+        self._gpu = gpu
+
+    def record_event(self) -> Counter[SimulatedStream]:
+        with self._gpu.lock:
+            return Counter(self.clock)
+
+    def wait_event(self, event: Counter[SimulatedStream]) -> None:
+        with self._gpu.lock:
+            self.clock |= event
+
+    def synchronize(self) -> None:
+        self._gpu.host_waits.append((threading.current_thread(), self))
+
+
+class SimulatedGpu:
+    """Stands in for ``torch.cuda`` while tensors are on the CPU, and finds races between streams.
+
+    Attributes
+    ----------
+    default
+        The default stream, which all threads begin with.
+    races
+        Work that has met other work on the same memory, with nothing that orders the two.
+    host_waits
+        Threads that waited for a stream, and the stream.
+    freed_late
+        (address, stream) of tensors that will not be freed before that stream is through.
+    """
+
+    def __init__(self) -> None:
+        self.default = SimulatedStream(self)
+        self.races: list[str] = []
+        self.host_waits: list[tuple[threading.Thread, SimulatedStream]] = []
+        self.freed_late: set[tuple[int, SimulatedStream]] = set()
+        self._local = threading.local()
+        self.lock = threading.Lock()
+        self._written: dict[object, tuple[SimulatedStream, int]] = {}
+        self._read: dict[object, dict[SimulatedStream, int]] = {}
+
+    def current_stream(self, device: object = None) -> SimulatedStream:
+        return getattr(self._local, "stream", self.default)
+
+    @contextlib.contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self._local.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def work(self, name: str, *, reads: Iterable[object] = (), writes: Iterable[object] = ()):
+        """Queue work on the current stream."""
+        stream, writes = self.current_stream(), set(writes)
+        with self.lock:
+            stream.clock[stream] += 1
+            for place in {*reads, *writes}:
+                before = dict([self._written[place]] if place in self._written else [])
+                if place in writes:
+                    before |= self._read.pop(place, {})
+                    self._written[place] = stream, stream.clock[stream]
+                else:
+                    self._read.setdefault(place, {})[stream] = stream.clock[stream]
+                if any(stream.clock[other] < at for other, at in before.items()):
+                    self.races.append(f"{name} of {place}")
+
+
+@pytest.fixture
+def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
+    """What this project asks of ``torch.cuda`` goes to it; all devices count as GPUs."""
+    simulated = SimulatedGpu()
+    monkeypatch.setattr(gpu, "has_streams", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", simulated.current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", simulated.stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimulatedStream(simulated))
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda t, stream: simulated.freed_late.add((t.data_ptr(), stream))
+    )
+    gpu._side_stream.cache_clear()
+    yield simulated
+    gpu._side_stream.cache_clear()

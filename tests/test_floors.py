@@ -18,9 +18,9 @@ FLOORS = (
     ("tables", "levels"),
     ("streaming",),
     ("hf",),
-    ("bench", "cli", "hf_cachegen"),  # hf_cachegen: the package's own __init__
+    ("bench", "cli", "__main__", "hf_cachegen"),  # hf_cachegen: the package's own __init__
 )
-SAME_FLOOR = {("layout", "config"), ("levels", "tables"), ("cli", "bench")}
+SAME_FLOOR = {("layout", "config"), ("levels", "tables"), ("cli", "bench"), ("__main__", "cli")}
 KNOW_TRANSFORMERS = {"hf", "bench", "cli"}
 KNOW_NO_TORCH = {"errors", "config", "layout", "container", "stores", "artifact"}
 

@@ -12,6 +12,7 @@ from hf_cachegen.codec.delta import DeltaCodec, DeltaConfig
 from hf_cachegen.codec.delta_profile import DeltaProfiler
 from hf_cachegen.codec.exact import LosslessCodec, RawCodec
 from hf_cachegen.codec.importance import Importance, Mode
+from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
@@ -21,6 +22,7 @@ from hf_cachegen.levels import (
     available_levels,
     codec_for,
     default_levels,
+    encode_levels,
     lossy_levels,
     recorded_importance,
     select_levels,
@@ -242,3 +244,27 @@ def test_unknown_codec_is_refused(table: ModelTable) -> None:
     level = LevelRecord(name="new", codec="transform-9", exact=False)
     with pytest.raises(FormatError, match=r"transform-9.*upgrade"):
         codec_for(level, LAYOUT, table)
+
+
+def test_a_layer_is_encoded_at_every_level_at_once(both: ModelTable) -> None:
+    """Each segment as its codec makes it alone, in the order of the levels."""
+    values = torch.randn(1, 20, 4, generator=torch.Generator().manual_seed(1))
+    levels = available_levels(both)
+    codecs = [codec_for(level, LAYOUT, both) for level in (*levels[2:], *levels[:2])]
+    found = encode_levels(codecs, 0, lambda layer: [values], 3)
+    assert found == [codec.encode(0, [values], 3) for codec in codecs]
+
+
+def test_a_layer_in_the_segment_of_another_is_encoded_once(
+    random_transform_tables: Callable[..., TransformTables],
+) -> None:
+    layout = KVLayout(dtype="float32", ropes={}, layers=LAYOUT.layers * 2)
+    tables = random_transform_tables(layout)
+    codecs = [TransformCodec(layout, tables, 0), RawCodec(layout)]
+    values = [torch.full((1, 5, 4), float(layer)) for layer in range(2)]
+    (group, first), (nothing, second) = (
+        encode_levels(codecs, layer, lambda layer: [values[layer]], 3) for layer in range(2)
+    )
+    assert group == codecs[0].encode(0, values, 3)
+    assert nothing == b""
+    assert first == codecs[1].encode(0, [values[0]], 3) != second

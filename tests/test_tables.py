@@ -206,6 +206,12 @@ def test_parts_are_joined_to_the_whole(folder: Path, table: ModelTable, tmp_path
         ModelTable.join([parts[0], build(delta_tables(), layout=bf16)])
 
 
+def test_representation_is_short(table: ModelTable) -> None:
+    """Errors and debuggers ask for it, and a table has megabytes."""
+    assert table.record.model_id in repr(table)
+    assert len(repr(table)) < 2 * len(repr(table.record))
+
+
 def test_digests_are_of_what_segments_depend_on(
     table: ModelTable, random_transform_tables: Callable[..., TransformTables]
 ) -> None:

@@ -2,6 +2,9 @@
 
 - ``rans``: entropy streams to symbols or integers, and back. The codec's NumPy coder specifies it.
 - ``delta``: integers of the ``delta`` codec to a layer's keys and values.
+- ``transform``: integers of the ``transform`` codec to coefficients, and their product to the keys
+  and values of a group of layers.
+- ``pairs``: how both write to the cache.
 - ``aot``: compiles every kernel for GPUs that are not here.
 
 **Launching.** A launcher checks its arguments on the host, because a kernel cannot raise, and

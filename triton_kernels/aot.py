@@ -8,6 +8,7 @@ without ``TRITON_INTERPRET``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -23,7 +24,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_cachegen.triton_kernels import delta, rans
+from hf_cachegen.triton_kernels import delta, pairs, rans, transform
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -93,8 +94,10 @@ class Build(NamedTuple):
         Of a block.
     spill_bytes
         Of a thread, in the local memory to which registers spill (the whole stack frame).
+    loops
+        Instructions of each innermost loop, ascending.
     instructions
-        Of the longest innermost loop, or of the whole kernel where it has none; 0 if not counted.
+        All others; 0 if not counted.
     occupancy
         Share of a multiprocessor's warps that fit at once; None where it was not computed.
     """
@@ -105,13 +108,14 @@ class Build(NamedTuple):
     registers: int
     shared_bytes: int
     spill_bytes: int
+    loops: tuple[int, ...]
     instructions: int
     occupancy: float | None
 
 
 def configurations() -> list[Configuration]:
     """Everything that the launchers can ask for."""
-    return [*_rans_configurations(), *_delta_configurations()]
+    return [*_rans_configurations(), *_delta_configurations(), *_transform_configurations()]
 
 
 def build(configuration: Configuration, target: str) -> Build:
@@ -126,13 +130,21 @@ def build(configuration: Configuration, target: str) -> Build:
     source = ASTSource(kernel, signature, configuration.constants, attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=configuration.options)
     read = _read_hip if TARGETS[target].backend == "hip" else _read_cuda
-    registers, spill_bytes, count = read(compiled)
+    registers, spill_bytes, (loops, instructions) = read(compiled)
     shared, warps = compiled.metadata.shared, configuration.options["num_warps"]
     fit = None
     if target in SM_SHARED_BYTES:
         fit = occupancy(registers, shared, warps, SM_SHARED_BYTES[target])
     return Build(
-        configuration.name, configuration.label, target, registers, shared, spill_bytes, count, fit
+        configuration.name,
+        configuration.label,
+        target,
+        registers,
+        shared,
+        spill_bytes,
+        loops,
+        instructions,
+        fit,
     )
 
 
@@ -152,22 +164,22 @@ def markdown(builds: Sequence[Build]) -> str:
     """A table of builds."""
     lines = [
         "| kernel | configuration | target | registers | shared, bytes | spills, bytes "
-        "| instructions | occupancy |",
-        "|---|---|---|--:|--:|--:|--:|--:|",
+        "| loops | instructions | occupancy |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for b in builds:
         fit = "-" if b.occupancy is None else f"{b.occupancy:.0%}"
-        count = b.instructions or "-"
+        loops = ", ".join(map(str, b.loops)) or "-"
         lines.append(
             f"| {b.kernel} | {b.label} | {b.target} | {b.registers} | {b.shared_bytes} "
-            f"| {b.spill_bytes} | {count} | {fit} |"
+            f"| {b.spill_bytes} | {loops} | {b.instructions or '-'} | {fit} |"
         )
     return "\n".join(lines)
 
 
 def _rans_configurations() -> Iterator[Configuration]:
-    shared = {"streams": "*i64", "rows": "*i32", "entries": "*i32"}
-    for bits, dtype in product(rans.SEARCH_BITS, rans.OUT_DTYPES):
+    shared = {"streams": "*i64", "rows": "*i32", "tables": "*i32", "entries": "*i32"}
+    for dtype in rans.OUT_DTYPES:
         types = {
             **shared,
             "words": "*u16",
@@ -175,16 +187,19 @@ def _rans_configurations() -> Iterator[Configuration]:
             "counts": "*i32",
             "flags": "*i32",
         }
-        label = f"{1 << bits} symbols to {_name(dtype)}"
-        yield Configuration(
-            rans.rans_decode_kernel, label, types, {"SEARCH_BITS": bits}, rans.OPTIONS
-        )
+        yield Configuration(rans.rans_decode_kernel, _name(dtype), types, {}, rans.OPTIONS)
     names = {"counts": "*i32", "ends": "*i64", "escapes": "*i32", "n_escapes": "i32"}
     for dtype in (torch.int16, torch.int32):
         yield Configuration(
             rans.fill_escapes_kernel,
             _name(dtype),
-            {"streams": "*i64", "rows": "*i32", **names, "out": _pointer(dtype)},
+            {
+                "streams": "*i64",
+                "rows": "*i32",
+                "tables": "*i32",
+                **names,
+                "out": _pointer(dtype),
+            },
             {"BLOCK": rans.ESCAPE_BLOCK},
             rans.OPTIONS,
         )
@@ -195,28 +210,84 @@ def _rans_configurations() -> Iterator[Configuration]:
 
 
 def _delta_configurations() -> Iterator[Configuration]:
-    floats = dict.fromkeys(("mean", "anchor_step", "bins", "cos", "sin"), "*fp32")
-    tile = delta.tile_options()
-    options = {"num_warps": tile.pop("num_warps"), "enable_fp_fusion": tile.pop("enable_fp_fusion")}
-    for source, target, anchors, interleaved, unit in product(
-        delta.IN_DTYPES, delta.OUT_DTYPES, (True, False), (False, True), (True, False)
-    ):
-        pointers = {"integers": _pointer(source), "segments": "*i64", "out": _pointer(target)}
-        constants = {**tile, "HAS_ANCHORS": anchors, "INTERLEAVED": interleaved}
-        if unit:
-            constants["stride_d"] = 1
-        given = {**floats, **pointers, **constants}
-        numbers = {name: "i32" for name in delta.delta_kernel.arg_names if name not in given}
-        types = {**floats, **pointers, **numbers}
-        label = ", ".join(
-            (
-                f"{_name(source)} to {_name(target)}",
-                "anchors" if anchors else "no anchors",
-                "interleaved" if interleaved else "half",
-                "unit stride" if unit else "any stride",
+    floats = dict.fromkeys(("mean", "anchor_step", "bins"), "*fp32")
+    for source, anchors in product(delta.IN_DTYPES, (True, False)):
+        given = {"integers": _pointer(source), "segments": "*i64", **floats}
+        for pairs_given in _pair_configurations():
+            yield _tile_configuration(
+                delta.delta_kernel,
+                f"{_name(source)}, {'anchors' if anchors else 'no anchors'}",
+                given,
+                {"HAS_ANCHORS": anchors},
+                pairs_given,
             )
+
+
+def _transform_configurations() -> Iterator[Configuration]:
+    tile = transform.join_options()
+    options, constants = _split_options(tile)
+    for source in transform.IN_DTYPES:
+        types = {
+            "integers": _pointer(source),
+            "planes": "*i64",
+            "places": "*i32",
+            "low_bits": "*u8",
+            "out": "*fp16",
+            "stride": "i32",
+            "n_levels": "i32",
+        }
+        yield Configuration(
+            transform.transform_join_kernel, _name(source), types, constants, options
         )
-        yield Configuration(delta.delta_kernel, label, types, constants, options)
+    given = {
+        **dict.fromkeys(("values", "scales", "mean", "scale"), "*fp32"),
+        "rows": "*i32",
+        "segments": "*i64",
+    }
+    for pairs_given in _pair_configurations():
+        yield _tile_configuration(transform.transform_store_kernel, "", given, {}, pairs_given)
+
+
+class _Pairs(NamedTuple):
+    """How pairs of channels may be written."""
+
+    target: torch.dtype
+    interleaved: bool
+    unit_stride: bool
+
+    @property
+    def label(self) -> str:
+        pairing = "interleaved" if self.interleaved else "half"
+        return f"{pairing}, {'unit' if self.unit_stride else 'any'} stride"
+
+
+def _pair_configurations() -> Iterator[_Pairs]:
+    return itertools.starmap(_Pairs, product(pairs.OUT_DTYPES, (False, True), (True, False)))
+
+
+def _tile_configuration(
+    kernel: Any, label: str, types: dict[str, str], constants: dict[str, Any], written: _Pairs
+) -> Configuration:
+    """Of a kernel that ends with :func:`~hf_cachegen.triton_kernels.pairs.store_pairs`."""
+    options, tile = _split_options(pairs.tile_options())
+    constants = {**constants, **tile, "INTERLEAVED": written.interleaved}
+    if written.unit_stride:
+        constants["stride_d"] = 1
+    types = {**types, "cos": "*fp32", "sin": "*fp32", "out": _pointer(written.target)}
+    numbers = {name: "i32" for name in kernel.arg_names if name not in {*types, *constants}}
+    parts = (label, f"to {_name(written.target)}", written.label)
+    return Configuration(
+        kernel, ", ".join(filter(None, parts)), {**types, **numbers}, constants, options
+    )
+
+
+def _split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Launch options, and constants of the kernel."""
+    launch = {"num_warps", "enable_fp_fusion"}
+    return (
+        {key: value for key, value in options.items() if key in launch},
+        {key: value for key, value in options.items() if key not in launch},
+    )
 
 
 def _name(dtype: Any) -> str:
@@ -231,7 +302,11 @@ def _unspecialised(kernel: Any) -> set[str]:
     return {param.name for param in kernel.params if param.do_not_specialize}
 
 
-def _read_cuda(compiled: Any) -> tuple[int, int, int]:
+_Counts = tuple[tuple[int, ...], int]
+"""Instructions of the innermost loops, and of all the rest."""
+
+
+def _read_cuda(compiled: Any) -> tuple[int, int, _Counts]:
     """Registers, stack bytes and instructions, as :class:`Build` has them."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -242,31 +317,30 @@ def _read_cuda(compiled: Any) -> tuple[int, int, int]:
     return found["REG"], found["STACK"] + found["LOCAL"], _count_instructions(sass)
 
 
-def _count_instructions(sass: str) -> int:
+def _count_instructions(sass: str) -> _Counts:
     addresses = [int(a, 16) for a in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s", sass, re.M)]
     jumps = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s.*\bBRA\S*\s.*?(0x[0-9a-f]+)", sass, re.M)
     jumps = [(int(to, 16), int(at, 16)) for at, to in jumps]
     # What follows the code is a jump to itself.
-    loops = [(to, at) for to, at in jumps if to < at]
+    code_end = min(to for to, at in jumps if to == at)
+    backwards = [(to, at) for to, at in jumps if to < at]
     inner = [
         (begin, end)
-        for begin, end in loops
-        if not any((b, e) != (begin, end) and begin <= b and e <= end for b, e in loops)
+        for begin, end in backwards
+        if not any((b, e) != (begin, end) and begin <= b and e <= end for b, e in backwards)
     ]
-    if not inner:
-        code_end = min(to for to, at in jumps if to == at)
-        return sum(address < code_end for address in addresses)
-    return max(sum(begin <= a <= end for a in addresses) for begin, end in inner)
+    loops = sorted(sum(begin <= a <= end for a in addresses) for begin, end in inner)
+    return tuple(loops), sum(a < code_end for a in addresses) - sum(loops)
 
 
-def _read_hip(compiled: Any) -> tuple[int, int, int]:
+def _read_hip(compiled: Any) -> tuple[int, int, _Counts]:
     """Vector registers and bytes of private memory; instructions are not counted."""
     text = compiled.asm["amdgcn"]
     found = {
         key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])  # type: ignore[index]
         for key in ("vgpr_count", "private_segment_fixed_size")
     }
-    return found["vgpr_count"], found["private_segment_fixed_size"], 0
+    return found["vgpr_count"], found["private_segment_fixed_size"], ((), 0)
 
 
 def _run(*command: str) -> str:

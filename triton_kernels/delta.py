@@ -1,11 +1,9 @@
 """Reconstruct keys and values of the ``delta`` codec: one pass from integers to the cache.
 
-The arithmetic is that of ``hf_cachegen/codec/delta.py`` and ``rope.py``, operation by operation in
-float32 without fused multiply-adds, so that the values do not depend on the device.
+The arithmetic is that of ``hf_cachegen/codec/delta.py``, operation by operation in float32 without
+fused multiply-adds, so that the values do not depend on the device.
 
-A program reads a tile of channel pairs by tokens, along tokens, and writes it along channels. A
-rotated pair are the two channels that RoPE turns together. Channels that it leaves alone, all of
-them for values, are paired too, the first half with the second.
+A program reads a tile of channel pairs by tokens, along tokens, and writes it along channels.
 
 There is no matrix product here: an anchor, a difference and a rotation are some ten operations a
 value, and the memory's speed is the bound.
@@ -14,30 +12,31 @@ value, and the memory's speed is the bound.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cachegen.triton_kernels.pairs import (
+    FAR,
+    INT32_END,
+    PairArguments,
+    Rotary,
+    check_cache,
+    described,
+    fit_cache,
+    pair_channels,
+    store_pairs,
+    tile_options,
+)
 from hf_cachegen.triton_kernels.streams import device_of, to_device
-
-BLOCK_PAIRS = 32
-BLOCK_TOKENS = 32
-WARPS = 8
-"""A tile of 2 x 32 channels by 32 tokens for 8 warps: 8 values a thread, 64 bytes a row, and no
-register spills on any target, unlike the same with twice the tokens."""
 
 SEGMENT_FIELDS = 6
 
 IN_DTYPES = (torch.int16, torch.int32)
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_MAX_GRID = 65_535
-_INT32_END = 1 << 31
-"""Kernels count inside a plane, a rotary table and a tile of ``out`` with 32 bits."""
-_FAR = 1 << 48
 _SEGMENT_FIELDS = tl.constexpr(SEGMENT_FIELDS)
 
 
@@ -83,22 +82,6 @@ class DeltaChannels(NamedTuple):
     total: int
 
 
-class Rotary(NamedTuple):
-    """The rotation of a tensor.
-
-    Attributes
-    ----------
-    cos, sin
-        float32 [pairs, positions], contiguous, with the attention scaling in them.
-    pairing
-        As of :class:`~hf_cachegen.layout.RopeSpec`.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    pairing: Literal["half", "interleaved"]
-
-
 def reconstruct(
     integers: Tensor,
     segments: Sequence[DeltaSegment],
@@ -132,83 +115,26 @@ def reconstruct(
     if not segments or out.numel() == 0:
         return
     lines = torch.tensor([tuple(segment) for segment in segments], dtype=torch.int64)
-    _check_tensors(integers, channels, rotary, out)
+    if integers.ndim != 1 or integers.dtype not in IN_DTYPES or not integers.is_contiguous():
+        raise ValueError(f"expected contiguous integers [n], got {described(integers)}")
+    check_cache(out, rotary, channels[:3])
     _check_segments(lines, integers, channels, group, rotary, out)
-    _, heads, _, dim = out.shape
-    n_rotated = 0 if rotary is None else len(rotary.cos)
-    cos, sin = (channels.mean, channels.mean) if rotary is None else (rotary.cos, rotary.sin)
-    n_rest = (dim - 2 * n_rotated + 1) // 2
-    grid = (
-        triton.cdiv(int(lines[:, 2].max()), BLOCK_TOKENS),
-        triton.cdiv(n_rotated + n_rest, BLOCK_PAIRS),
-        heads * len(segments),
-    )
-    if max(grid[1:]) > _MAX_GRID:
-        raise ValueError(f"expected at most {_MAX_GRID} heads of segments a launch, got {grid[2]}")
+    pairs = PairArguments.of(rotary, out, channels.mean)
     with device_of(out):
-        delta_kernel[grid](
+        delta_kernel[pairs.grid(int(lines[:, 2].max()), len(segments))](
             integers,
             to_device(lines, out.device),
             channels.mean,
             channels.anchor_step,
             channels.bins,
-            cos,
-            sin,
-            out,
-            *out.stride(),
-            heads,
-            dim,
-            n_rotated,
-            n_rest,
-            cos.shape[-1],
+            *pairs,
             channels.first,
             channels.total,
             group,
             HAS_ANCHORS=group > 0,
-            INTERLEAVED=rotary is not None and rotary.pairing == "interleaved",
+            INTERLEAVED=rotary is not None and rotary.interleaved,
             **tile_options(),
         )
-
-
-def tile_options() -> dict[str, Any]:
-    """The one configuration that is compiled, for every GPU."""
-    return {
-        "BLOCK_P": BLOCK_PAIRS,
-        "BLOCK_T": BLOCK_TOKENS,
-        "num_warps": WARPS,
-        "enable_fp_fusion": False,
-    }
-
-
-def _check_tensors(
-    integers: Tensor, channels: DeltaChannels, rotary: Rotary | None, out: Tensor
-) -> None:
-    if integers.ndim != 1 or integers.dtype not in IN_DTYPES or not integers.is_contiguous():
-        raise ValueError(f"expected contiguous integers [n], got {_described(integers)}")
-    if out.ndim != 4 or out.dtype not in OUT_DTYPES:
-        raise ValueError(f"expected out [B, H, T, D] in a float dtype, got {_described(out)}")
-    parameters = [channels.mean, channels.anchor_step, channels.bins]
-    n = out.shape[1] * out.shape[3]
-    if any(tensor.shape != (n,) for tensor in parameters):
-        raise ValueError(f"expected channel parameters [{n}], got {_described(*parameters)}")
-    if BLOCK_TOKENS * out.stride(2) + out.shape[3] * out.stride(3) >= _INT32_END:
-        raise ValueError(f"expected strides of out that fit 32 bits in a tile, got {out.stride()}")
-    if channels.first < 0 or channels.first + n > channels.total:
-        raise ValueError(f"expected {n} channels of {channels.total} from {channels.first} on")
-    if rotary is not None:
-        parameters += [rotary.cos, rotary.sin]
-        if rotary.cos.ndim != 2 or rotary.cos.shape != rotary.sin.shape:
-            raise ValueError(
-                f"expected cos and sin [pairs, positions], got {_described(*rotary[:2])}"
-            )
-        if rotary.cos.numel() >= _INT32_END:
-            raise ValueError(f"expected less than 2^31 angles, got {list(rotary.cos.shape)}")
-        if 2 * len(rotary.cos) > out.shape[3]:
-            raise ValueError(f"expected pairs of {out.shape[3]} channels, got {len(rotary.cos)}")
-    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in parameters):
-        raise ValueError(f"expected contiguous float32 parameters, got {_described(*parameters)}")
-    if any(tensor.device != out.device for tensor in (integers, *parameters)):
-        raise ValueError(f"expected all tensors on {out.device}")
 
 
 def _check_segments(
@@ -219,28 +145,28 @@ def _check_segments(
     rotary: Rotary | None,
     out: Tensor,
 ) -> None:
+    if integers.device != out.device:
+        raise ValueError(f"expected all tensors on {out.device}")
+    if channels.first < 0 or channels.first + len(channels.mean) > channels.total:
+        raise ValueError(
+            f"expected {len(channels.mean)} channels of {channels.total} from {channels.first} on"
+        )
     anchors, differences, tokens, batch, first_token, position = lines.unbind(1)
     n_groups = -(-tokens // group) if group else torch.zeros_like(tokens)
-    positions = torch.iinfo(torch.int64).max if rotary is None else rotary.cos.shape[1]
     # Bounded first, so that no product below wraps round.
     inside = (
-        ((lines >= 0) & (lines < _FAR)).all()
-        & (tokens * channels.total < _INT32_END).all()
+        ((lines >= 0) & (lines < FAR)).all()
+        & (tokens * channels.total < INT32_END).all()
         & (anchors + n_groups * channels.total <= len(integers)).all()
         & (differences + (tokens - n_groups) * channels.total <= len(integers)).all()
-        & (batch < out.shape[0]).all()
-        & (first_token + tokens <= out.shape[2]).all()
-        & (position + tokens <= positions).all()
+        & fit_cache(tokens, batch, first_token, position, rotary, out)
     )
     if group < 0 or not inside:
         raise ValueError(
             f"expected segments inside {len(integers)} integers, out {list(out.shape)} and "
-            f"{positions} positions, got {lines.tolist()} in groups of {group}"
+            f"{FAR if rotary is None else len(rotary.cos)} positions, got {lines.tolist()} in "
+            f"groups of {group}"
         )
-
-
-def _described(*tensors: Tensor) -> str:
-    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
 
 
 @triton.jit
@@ -277,7 +203,7 @@ def _channel_values(
     return value + q.to(tl.float32) * bin_width
 
 
-@triton.jit(do_not_specialize=["heads", "n_positions", "first_channel", "total_channels", "group"])
+@triton.jit(do_not_specialize=["heads", "first_channel", "total_channels", "group"])
 def delta_kernel(
     integers,
     segments,
@@ -295,7 +221,6 @@ def delta_kernel(
     dim,
     n_rotated,
     n_rest,
-    n_positions,
     first_channel,
     total_channels,
     group,
@@ -311,7 +236,7 @@ def delta_kernel(
     tokens = tl.load(fields + 2).to(tl.int32)
     out += tl.load(fields + 3) * stride_b + tl.load(fields + 4) * stride_t
     out += head.to(tl.int64) * stride_h
-    position = tl.load(fields + 5)
+    turn = tl.load(fields + 5) * n_rotated
     n_groups = 0
     if HAS_ANCHORS:
         n_groups = tl.cdiv(tokens, group)
@@ -320,35 +245,19 @@ def delta_kernel(
     step = tl.arange(0, BLOCK_T)
     t = first + step
     pair = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
-    rotated = pair < n_rotated
-    if INTERLEAVED:
-        a = tl.where(rotated, 2 * pair, n_rotated + pair)
-        b = tl.where(rotated, 2 * pair + 1, n_rotated + pair + n_rest)
-    else:
-        a = tl.where(rotated, pair, n_rotated + pair)
-        b = tl.where(rotated, pair + n_rotated, n_rotated + pair + n_rest)
+    a, b = pair_channels(pair, n_rotated, n_rest, INTERLEAVED)
     has_a = pair < n_rotated + n_rest
-    has_b = has_a & (b < dim)
     channel = head * dim
     x = _channel_values(
         anchors, differences, mean, anchor_step, bins, channel + a, first_channel, has_a,
         t, tokens, n_groups, group, HAS_ANCHORS,
     )  # fmt: skip
     y = _channel_values(
-        anchors, differences, mean, anchor_step, bins, channel + b, first_channel, has_b,
-        t, tokens, n_groups, group, HAS_ANCHORS,
+        anchors, differences, mean, anchor_step, bins, channel + b, first_channel,
+        has_a & (b < dim), t, tokens, n_groups, group, HAS_ANCHORS,
     )  # fmt: skip
-
-    turned = rotated[:, None] & (t < tokens)[None, :]
-    angle = (pair * n_positions)[:, None] + t[None, :]
-    c = tl.load(cos + position + angle, mask=turned, other=1)
-    s = tl.load(sin + position + angle, mask=turned, other=0)
-    x, y = tl.where(turned, x * c - y * s, x), tl.where(turned, y * c + x * s, y)
-
     # Transposed, so that neighbouring threads write neighbouring channels.
-    out += first.to(tl.int64) * stride_t
-    row = step[:, None] * stride_t
-    written = (t < tokens)[:, None]
-    x, y = tl.trans(x).to(out.dtype.element_ty), tl.trans(y).to(out.dtype.element_ty)
-    tl.store(out + (row + a[None, :] * stride_d), x, mask=written & has_a[None, :])
-    tl.store(out + (row + b[None, :] * stride_d), y, mask=written & has_b[None, :])
+    store_pairs(
+        tl.trans(x), tl.trans(y), a, b, pair, first, step, tokens, cos + turn, sin + turn,
+        out, stride_t, stride_d, dim, n_rotated, n_rest,
+    )  # fmt: skip

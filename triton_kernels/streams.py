@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from hf_cachegen.config import MAX_ALPHABET, PROB_BITS, RANS_LANES
-from hf_cachegen.errors import FormatError
+from hf_cachegen.errors import BackendUnavailable, FormatError
 
 STATE_WORDS = 2 * RANS_LANES
 """The states at the head of a stream, in 16-bit words."""
 
-ROW_FIELDS = 3
-"""Columns of :attr:`EntryTables.rows`."""
+DEPTHS = (2, 4, 6, 8)
+"""Depths of the search for a symbol: in alphabets of up to 4, 16, 64 and 256."""
+
+TABLE_FIELDS = 4
+"""Columns of :attr:`EntryTables.tables`."""
+
+NO_ESCAPE = -1
+
+BEHIND_ALL_SLOTS = 0xFFFF
+"""Entry of no symbol, which fills a table up: of frequency 0, from a slot on that there is not."""
 
 STREAM_FIELDS = 7
 """Columns of :func:`stream_table`."""
@@ -25,74 +35,86 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class EntryTables:
-    """Probability tables of rows.
+    """Probability tables, and the one of each row.
 
     Attributes
     ----------
     entries
-        int32 [n]: ``f << 16 | c`` of each symbol's frequency and first slot, table by table.
+        int32 [n]: ``f << 16 | c`` of each symbol's frequency and first slot, table by table, each
+        filled up with :data:`BEHIND_ALL_SLOTS`.
+    tables
+        int32 [n_tables, 4]: where each begins in ``entries``, log2 of its entries (one of
+        :data:`DEPTHS`), the integer that its symbol 0 stands for, and its escape symbol or
+        :data:`NO_ESCAPE`.
     rows
-        int32 [R, 3]: where each row's table begins in ``entries``, the number of its symbols, and
-        the integer that its symbol 0 stands for. The last symbol is the escape of integer planes.
-    max_symbols
-        Of the largest table, 1 to 256.
+        int32 [R]: the table of each row.
     fits_int16
         Whether all integers with a symbol do, and one more for the escape.
     """
 
     entries: Tensor
+    tables: Tensor
     rows: Tensor
-    max_symbols: int
     fits_int16: bool
 
     @classmethod
-    def build(cls, freqs: Tensor, first: Tensor, size: Tensor, lo: Tensor) -> EntryTables:
-        """Lay out the tables ``freqs[first : first + size]`` of each row, on the CPU.
+    def build(
+        cls, freqs: Tensor, first: Tensor, size: Tensor, lo: Tensor, escapes: Tensor, rows: Tensor
+    ) -> EntryTables:
+        """Lay out the tables ``freqs[first : first + size]``, on the CPU.
 
         Parameters
         ----------
         freqs
             Integers [n].
         first, size, lo
-            Integers [R].
+            Integers [n_tables].
+        escapes
+            Bool [n_tables]: whether the last symbol stands for integers that have none.
+        rows
+            Integers [R]: the table of each row.
 
         Raises
         ------
         FormatError
             A table does not lie inside ``freqs``, has not 1 to 256 symbols, or does not sum to
             2^12.
+        ValueError
+            A row has no table.
         """
-        freqs = freqs.to(torch.int64)
-        spans = torch.stack((first, size), dim=1).to(torch.int64)
-        spans, table_of = spans.unique(dim=0, return_inverse=True)
-        first, size = spans.unbind(1)
+        freqs, lo = freqs.to(torch.int64), lo.to(torch.int64)
+        first, size = first.to(torch.int64), size.to(torch.int64)
         inside = (first >= 0) & (size >= 1) & (size <= MAX_ALPHABET) & (first + size <= len(freqs))
         if not inside.all():
             raise FormatError(f"expected tables of 1 to {MAX_ALPHABET} symbols inside the bank")
-        ends = size.cumsum(0)
-        begins = ends - size
-        f = freqs[torch.arange(int(size.sum())) + (first - begins).repeat_interleave(size)]
-        before = f.cumsum(0) - f
-        slot = before - before[begins].repeat_interleave(size)
-        if (f < 0).any() or (slot[ends - 1] + f[ends - 1] != 1 << PROB_BITS).any():
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(first):
+            raise ValueError(f"expected rows of {len(first)} tables")
+        place, last = counted(size), size.cumsum(0) - 1
+        f = freqs[first.repeat_interleave(size) + place]
+        slot = before(f) - before(f)[before(size)].repeat_interleave(size)
+        if (f < 0).any() or (slot[last] + f[last] != 1 << PROB_BITS).any():
             raise FormatError(f"expected a table of frequencies that sum to {1 << PROB_BITS}")
-        lo, row_size = lo.to(torch.int64), size[table_of]
-        rows = torch.stack((begins[table_of], row_size, lo), dim=1)
+        depths = torch.tensor(DEPTHS)
+        depth = depths[torch.searchsorted(1 << depths, size)]
+        filled = torch.ones_like(size) << depth
+        at = before(filled)
+        entries = torch.full((int(filled.sum()),), BEHIND_ALL_SLOTS, dtype=torch.int32)
+        entries[at.repeat_interleave(size) + place] = (f << 16 | slot).to(torch.int32)
+        escape = torch.where(escapes, size - 1, NO_ESCAPE)
         return cls(
-            (f << 16 | slot).to(torch.int32),
+            entries,
+            torch.stack((at, depth, lo, escape), dim=1).to(torch.int32),
             rows.to(torch.int32),
-            int(size.max()) if len(size) else 1,
-            fit_int16(lo) and fit_int16(lo + row_size),
+            fit_int16(lo) and fit_int16(lo + size),
         )
 
     def to(self, device: torch.device) -> EntryTables:
         """A copy on a device."""
-        entries, rows = to_device(self.entries, device), to_device(self.rows, device)
-        return EntryTables(entries, rows, self.max_symbols, self.fits_int16)
+        moved = (to_device(t, device) for t in (self.entries, self.tables, self.rows))
+        return EntryTables(*moved, self.fits_int16)
 
 
-@dataclass(frozen=True, eq=False)
-class PlaneShape:
+class PlaneShape(NamedTuple):
     """How a plane ``[R, T]`` is cut into streams, and which tables its rows take.
 
     Attributes
@@ -110,60 +132,117 @@ class PlaneShape:
     rows_per_stream: int
     first_row: int = 0
 
+
+@dataclass(frozen=True, eq=False)
+class PlaneShapes:
+    """The :class:`PlaneShape` of P planes whose symbols follow one another in a flat buffer.
+
+    Attributes
+    ----------
+    n_rows, tokens, rows_per_stream, first_row
+        int64 [P].
+    """
+
+    n_rows: Tensor
+    tokens: Tensor
+    rows_per_stream: Tensor
+    first_row: Tensor
+
+    @classmethod
+    def of(cls, shapes: Sequence[PlaneShape]) -> PlaneShapes:
+        """Columns of P shapes."""
+        return cls(*torch.tensor(shapes, dtype=torch.int64).view(-1, 4).unbind(1))
+
     @property
     def size(self) -> int:
-        """Symbols."""
-        return self.n_rows * self.tokens
+        """Symbols of all planes."""
+        return int((self.n_rows * self.tokens).sum())
 
     @property
-    def n_streams(self) -> int:
-        """S."""
-        return -(-self.n_rows // self.rows_per_stream) if self.tokens else 0
+    def n_streams(self) -> Tensor:
+        """int64 [P]: S of each plane."""
+        streams = (self.n_rows + self.rows_per_stream - 1) // self.rows_per_stream
+        return torch.where(self.tokens > 0, streams, 0)
 
     def check(self, tables: EntryTables) -> None:
-        """Raise ValueError unless this is a shape whose rows all have tables."""
-        counts = (self.n_rows, self.tokens, self.rows_per_stream - 1, self.first_row)
-        if not 0 <= min(counts) <= max(counts) <= _INT32_MAX:
-            raise ValueError(f"expected a plane of less than 2^31 rows and tokens, got {self}")
-        if self.first_row + self.n_rows > len(tables.rows):
-            raise ValueError(f"expected tables of {len(tables.rows)} rows at most, got {self}")
+        """Raise ValueError unless these are shapes whose rows all have tables."""
+        columns = torch.stack((self.n_rows, self.tokens, self.rows_per_stream - 1, self.first_row))
+        bad = ((columns < 0) | (columns > _INT32_MAX)).any(dim=0)
+        if bad.any():
+            raise ValueError(
+                "expected planes of 0 to 2^31 - 1 rows and tokens, got "
+                f"{columns[:, int(bad.to(torch.uint8).argmax())].tolist()}"
+            )
+        last = int((self.first_row + self.n_rows).max()) if len(self.n_rows) else 0
+        if last > len(tables.rows):
+            raise ValueError(f"expected planes of {len(tables.rows)} rows at most, got {last}")
+
+    def stream_table(self, bounds: Tensor) -> Tensor:
+        """One line a stream.
+
+        Parameters
+        ----------
+        bounds
+            int64 [streams, 2]: where the words of each begin and end.
+
+        Returns
+        -------
+        int64 [streams, 7]
+            ``bounds``; where its symbols begin; its first row, counted over all planes, and that
+            row in the tables; its rows; its tokens.
+        """
+        plane = torch.arange(len(self.n_rows)).repeat_interleave(self.n_streams)
+        first = counted(self.n_streams) * self.rows_per_stream[plane]
+        tokens = self.tokens[plane]
+        columns = (
+            *bounds.unbind(1),
+            before(self.n_rows * self.tokens)[plane] + first * tokens,
+            before(self.n_rows)[plane] + first,
+            self.first_row[plane] + first,
+            torch.minimum(self.n_rows[plane] - first, self.rows_per_stream[plane]),
+            tokens,
+        )
+        return torch.stack(columns, dim=1)
 
 
 @dataclass(frozen=True, eq=False)
-class CodedPlane:
-    """An entropy-coded plane, on the host.
+class CodedPlanes:
+    """Entropy-coded planes, on the host: what one launch decodes.
 
     Attributes
     ----------
     words
         uint16 [n].
     bounds
-        int64 [S + 1]: stream s is ``words[bounds[s] : bounds[s + 1]]``, 64 words of states first.
+        int64 [streams, 2]: begin and end of each stream in ``words``, plane by plane; 64 words of
+        states first.
     escapes
-        int32 [n]: integers of a plane's escape symbols, in row-major order.
+        int32 [n]: integers of the escape symbols, in row-major order, plane by plane.
+    n_escapes
+        int64 [P].
     """
 
-    shape: PlaneShape
+    shapes: PlaneShapes
     words: Tensor
     bounds: Tensor
     escapes: Tensor
+    n_escapes: Tensor
 
     def check(self) -> None:
         """Raise FormatError unless every stream lies inside ``words`` and has valid states."""
-        sizes = self.bounds.diff() - STATE_WORDS
+        begin, end = self.bounds.unbind(1)
+        sizes = end - begin - STATE_WORDS
+        n_streams = int(self.shapes.n_streams.sum())
         if (
-            len(self.bounds) != self.shape.n_streams + 1
-            or (sizes < 0).any()
-            or (sizes > _INT32_MAX).any()
-            or int(self.bounds[0]) < 0
-            or int(self.bounds[-1]) > len(self.words)
+            len(self.bounds) != n_streams
+            or ((begin < 0) | (end > len(self.words)) | (sizes < 0) | (sizes > _INT32_MAX)).any()
         ):
             raise FormatError(
-                f"expected {self.shape.n_streams} entropy streams inside {len(self.words)} words, "
+                f"expected {n_streams} entropy streams inside {len(self.words)} words, "
                 "found bounds that are not; fetch the data again"
             )
         # A state is 2^16 or more if its upper word is not 0.
-        upper = self.bounds[:-1, None] + torch.arange(1, STATE_WORDS, 2)
+        upper = begin[:, None] + torch.arange(1, STATE_WORDS, 2)
         low = (self.words.view(torch.int16)[upper] == 0).any(dim=1)
         if low.any():
             raise FormatError(
@@ -172,39 +251,14 @@ class CodedPlane:
             )
 
 
-def stream_table(shapes: Sequence[PlaneShape], word_bounds: Sequence[Tensor]) -> Tensor:
-    """One line a stream, for planes whose symbols follow one another in a flat buffer.
+def before(sizes: Tensor) -> Tensor:
+    """Sum of all that come before each of some sizes."""
+    return sizes.cumsum(0) - sizes
 
-    Parameters
-    ----------
-    shapes
-        The planes.
-    word_bounds
-        int64 [S + 1] of each plane, in words from the start of what they are joined to.
 
-    Returns
-    -------
-    int64 [streams, 7]
-        Its words' begin and end; where its symbols begin; its first row, counted over all planes,
-        and that row in the tables; its rows; its tokens.
-    """
-    lines = [torch.empty((0, STREAM_FIELDS), dtype=torch.int64)]
-    symbols = rows = 0
-    for shape, bounds in zip(shapes, word_bounds, strict=True):
-        first = torch.arange(shape.n_streams) * shape.rows_per_stream
-        columns = (
-            bounds[:-1],
-            bounds[1:],
-            symbols + first * shape.tokens,
-            rows + first,
-            shape.first_row + first,
-            (shape.n_rows - first).clamp(max=shape.rows_per_stream),
-            torch.full_like(first, shape.tokens),
-        )
-        lines.append(torch.stack(columns, dim=1))
-        symbols += shape.size
-        rows += shape.n_rows
-    return torch.cat(lines)
+def counted(sizes: Tensor) -> Tensor:
+    """0, 1, ..., n - 1 for each of some sizes n, one after another."""
+    return torch.arange(int(sizes.sum())) - before(sizes).repeat_interleave(sizes)
 
 
 def fit_int16(integers: Tensor) -> bool:
@@ -221,5 +275,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def device_of(tensor: Tensor) -> torch.cuda.device:
-    """Makes a tensor's device the one that Triton launches on; nothing for a tensor on the CPU."""
+    """Makes a tensor's device the one that Triton launches on.
+
+    Raises
+    ------
+    BackendUnavailable
+        The tensor is on the CPU, and kernels are not interpreted.
+    """
+    if not tensor.is_cuda and not knobs.runtime.interpret:
+        raise BackendUnavailable(
+            f"the Triton kernels need tensors on a GPU, got one on {tensor.device}; there the "
+            "entropy backends 'numba' and 'numpy' decode"
+        )
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)

@@ -15,8 +15,10 @@ from hf_cachegen.artifact.identity import (
 from hf_cachegen.artifact.manifest import (
     EXACT,
     ChunkRecord,
+    KeptRecord,
     LevelRecord,
     Manifest,
+    StatesRecord,
     TokensRecord,
 )
 from hf_cachegen.artifact.naming import ChunkPlan, chunk_names
@@ -32,8 +34,10 @@ __all__ = [
     "ChunkRecord",
     "Difference",
     "Identity",
+    "KeptRecord",
     "LevelRecord",
     "Manifest",
+    "StatesRecord",
     "TableRef",
     "TokensRecord",
     "VerifyReport",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
@@ -31,6 +31,8 @@ EXACT = "exact"
 
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
+MAX_STATES_BYTES = 4 << 30
+MAX_KEPT_BYTES = 1 << 30
 
 MAX_EXPANSION = 4
 """A level's segments may hold this many times the uncompressed bytes of the chunk ..."""
@@ -60,6 +62,48 @@ class TokensRecord(Record):
         return f"tokens-{self.sha256[:32]}.safetensors"
 
 
+class StatesRecord(Record):
+    """The states after the last token, of the layers that keep some, exactly.
+
+    Attributes
+    ----------
+    size_bytes, sha256
+        Of the whole file.
+    source
+        ``"exact"``, or the lossy level that the model read when it came to these states.
+    """
+
+    size_bytes: int = Field(ge=1, le=MAX_STATES_BYTES)
+    sha256: _Sha256
+    source: Text = EXACT
+
+    @property
+    def path(self) -> str:
+        """File of the states. Named by its content, so that a new save leaves an old one intact."""
+        return f"states-{self.sha256[:32]}.safetensors"
+
+
+class KeptRecord(Record):
+    """Which tokens are cached, of a cache from which others were evicted.
+
+    Attributes
+    ----------
+    n
+        Tokens that each layer and head has.
+    size_bytes, sha256
+        Of the whole file.
+    """
+
+    n: int = Field(ge=1, le=MAX_TOKENS)
+    size_bytes: int = Field(ge=1, le=MAX_KEPT_BYTES)
+    sha256: _Sha256
+
+    @property
+    def path(self) -> str:
+        """File of them. Named by its content, so that a new save leaves an old one intact."""
+        return f"kept-{self.sha256[:32]}.safetensors"
+
+
 class LevelRecord(Record):
     """One quality.
 
@@ -80,8 +124,7 @@ class LevelRecord(Record):
     @model_serializer(mode="wrap")
     def _leave_out_none(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A level that stands alone has the bytes, and so the chunk names, that it always had."""
-        values: dict[str, Any] = serialise(self)
-        return {k: v for k, v in values.items() if k != "refines" or v is not None}
+        return _without_none({"refines"}, serialise(self))
 
 
 class ChunkRecord(Record):
@@ -92,7 +135,7 @@ class ChunkRecord(Record):
     name
         Stem of the file, from :func:`hf_cachegen.artifact.naming.chunk_names`.
     start, end
-        Tokens covered, ``end`` excluded.
+        Tokens covered, ``end`` excluded; only those that are kept count, if others were evicted.
     size_bytes, sha256
         Of the whole file.
     index_digest
@@ -130,11 +173,16 @@ class ChunkRecord(Record):
         return self.start + dict(self.skipped).get(layer, 0)
 
 
+FileRecord = ChunkRecord | StatesRecord | KeptRecord
+"""A file with something that is cached: each has ``path``, ``size_bytes`` and ``sha256``."""
+
+
 class Manifest(Record):
     """``cache.json``: everything about an artefact but its token ids and segments.
 
     ``levels`` go from coarse to fine, ``chunks`` follow each other from the first token to the
-    last.
+    last; there are none of a model that caches nothing of each token. ``states`` are None of a
+    model whose layers keep none, ``kept`` of a cache that holds every token.
     """
 
     format: Literal["hf-cachegen"] = FORMAT_NAME
@@ -144,7 +192,9 @@ class Manifest(Record):
     tokens: TokensRecord
     chunk_tokens: int = Field(ge=1, le=MAX_CHUNK_TOKENS)
     levels: tuple[LevelRecord, ...] = Field(min_length=1, max_length=MAX_LEVELS)
-    chunks: tuple[ChunkRecord, ...] = Field(min_length=1)
+    chunks: tuple[ChunkRecord, ...]
+    states: StatesRecord | None = None
+    kept: KeptRecord | None = None
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
@@ -174,10 +224,26 @@ class Manifest(Record):
         """The canonical JSON of ``cache.json``."""
         return canonical_json(self.model_dump(mode="json"))
 
+    @model_serializer(mode="wrap")
+    def _leave_out_none(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """An artefact without one of them has the bytes that it always had."""
+        return _without_none({"states", "kept"}, serialise(self))
+
     @property
     def n_layers(self) -> int:
-        """Layers of the cache."""
+        """Layers that cache something of each token."""
         return len(self.identity.layout.layers)
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens that the chunks cover: all of the document, or those that are kept."""
+        return self.tokens.n if self.kept is None else self.kept.n
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """All that is cached, file by file: the chunks, and the other records that there are."""
+        others = (self.states, self.kept)
+        return (*self.chunks, *(record for record in others if record is not None))
 
     def chain(self, level: int) -> tuple[int, ...]:
         """The levels whose segments reading a level takes: those it refines, coarse first."""
@@ -200,15 +266,32 @@ class Manifest(Record):
         return self
 
     @model_validator(mode="after")
+    def _check_kept(self) -> Self:
+        if self.kept is None:
+            return self
+        if self.kept.n > self.tokens.n:
+            raise ValueError(
+                f"expected at most {self.tokens.n} tokens to be kept, found {self.kept.n}"
+            )
+        layers = self.identity.layout.layers
+        if not layers or self.states or any(layer.window is not None for layer in layers):
+            raise ValueError("expected kept tokens of layers with full attention alone")
+        return self
+
+    @model_validator(mode="after")
     def _check_chunks(self) -> Self:
         if len({chunk.name for chunk in self.chunks}) != len(self.chunks):
             raise ValueError("expected chunks with different names, found one twice")
-        bounds = chunk_bounds(self.tokens.n, self.chunk_tokens, limit=len(self.chunks))
+        if not self.n_layers:
+            if self.chunks or self.states is None:
+                raise ValueError("expected states and no chunks of a layout without layers")
+            return self
+        bounds = chunk_bounds(self.n_cached, self.chunk_tokens, limit=len(self.chunks))
         found = tuple((chunk.start, chunk.end) for chunk in self.chunks)
-        if found != bounds or bounds[-1][1] != self.tokens.n:
+        if not found or found != bounds or bounds[-1][1] != self.n_cached:
             raise ValueError(
                 f"expected chunks of {self.chunk_tokens} tokens (the last may be shorter) that "
-                f"follow each other from 0 to {self.tokens.n}, found {_preview(found)}"
+                f"follow each other from 0 to {self.n_cached}, found {_preview(found)}"
             )
         for chunk in self.chunks:
             self._check_sizes(chunk)
@@ -234,7 +317,7 @@ class Manifest(Record):
         layers = [layer for layer, _ in chunk.skipped]
         if layers != sorted(set(layers)) or any(count == 0 for _, count in chunk.skipped):
             raise ValueError(f"chunk {chunk.name}: expected each skipping layer once, in order")
-        layout, n_tokens = self.identity.layout, self.tokens.n
+        layout, n_tokens = self.identity.layout, self.n_cached
         visible = [layer.first_visible(n_tokens) for layer in layout.layers]
         allowed = skip_before(visible, chunk.start, chunk.end)
         if not skips_at_most(chunk.skipped, allowed):
@@ -263,6 +346,11 @@ def check_levels(levels: Sequence[LevelRecord]) -> None:
                 f"level {level.name} refines {level.refines}: expected that among the levels "
                 f"before it, found {names[:position]}"
             )
+
+
+def _without_none(names: Collection[str], values: dict[str, Any]) -> dict[str, Any]:
+    """The values, less those of ``names`` that are None."""
+    return {k: v for k, v in values.items() if k not in names or v is not None}
 
 
 def token_bytes(token_ids: NDArray[np.int32]) -> bytes:

@@ -35,7 +35,10 @@ def open_longest_prefix(
 
     Chunk names are hashes of all tokens up to a chunk's end, so ``cache.json`` tells how far an
     artefact and the prompt agree: to the artefact's end, or to the last chunk that is the same in
-    both. Of an artefact that goes on differently only the first chunks are opened.
+    both. Of an artefact that goes on differently only the first chunks are opened. One with states
+    is taken as a whole, and if the prompt goes on after it: they are those after its last token,
+    and one token at least has to run. So is one from which tokens were evicted, since which ones
+    depends on all of it; of two as long, one that has every token is taken.
 
     Parameters
     ----------
@@ -56,12 +59,13 @@ def open_longest_prefix(
         manifest = _read(path)
         if manifest is None or (accepts is not None and not accepts(manifest.identity)):
             continue
-        begun = begin(manifest, token_ids[: manifest.tokens.n])
+        usable = token_ids[:-1] if _is_one_whole(manifest) else token_ids
+        begun = begin(manifest, usable[: manifest.tokens.n])
         if begun is not None:
             found.append((begun.tokens.n, path.parent, begun))
     if not found:
         return None
-    length, parent, manifest = max(found, key=lambda entry: entry[0])
+    length, parent, manifest = max(found, key=lambda entry: (entry[0], entry[2].kept is None))
     return Artifact(LocalStore(parent), manifest, token_ids[:length])
 
 
@@ -79,8 +83,12 @@ def begin(manifest: Manifest, token_ids: NDArray[np.int32]) -> Manifest | None:
     -------
     Manifest or None
         None if not even the first chunk does, or if sliding layers have not kept what the tokens
-        after a shorter beginning would see.
+        after a shorter beginning would see, or if it has states or lacks evicted tokens and the
+        given ones are not all of its own.
     """
+    if _is_one_whole(manifest):
+        digest = hashlib.sha256(token_bytes(token_ids)).hexdigest()
+        return manifest if digest == manifest.tokens.sha256 else None
     chunks = [chunk for chunk in manifest.chunks if chunk.end <= len(token_ids)]
     if not chunks:
         return None
@@ -104,6 +112,11 @@ def begin(manifest: Manifest, token_ids: NDArray[np.int32]) -> Manifest | None:
         return Manifest(**fields)
     except ValidationError:  # a window that reaches back into tokens that are not stored
         return None
+
+
+def _is_one_whole(manifest: Manifest) -> bool:
+    """Whether no beginning of an artefact can be had: of its states, or of evicted tokens."""
+    return manifest.states is not None or manifest.kept is not None
 
 
 def _read(path: Path) -> Manifest | None:

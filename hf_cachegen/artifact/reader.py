@@ -10,10 +10,13 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
+from hf_cachegen.artifact.kept import unpack_kept
 from hf_cachegen.artifact.manifest import (
     MAX_MANIFEST_BYTES,
     ChunkRecord,
+    KeptRecord,
     Manifest,
+    StatesRecord,
     TokensRecord,
     token_bytes,
 )
@@ -86,7 +89,7 @@ class Artifact:
         return found
 
     def verify(self, progress: Callable[[int], None] | None = None) -> VerifyReport:
-        """Read every chunk file and check its length, SHA-256 and each segment.
+        """Read every file of what is cached, and check lengths, SHA-256 and each segment.
 
         Holds one level of one chunk at a time.
 
@@ -102,14 +105,73 @@ class Artifact:
         StoreError
             A file is missing, has another length, or cannot be read.
         """
+        progress = progress or _ignore
         for position, record in enumerate(self.manifest.chunks):
-            self._verify_chunk(record, self.index(position), progress or _ignore)
+            self._verify_chunk(record, self.index(position), progress)
         manifest = self.manifest
+        if manifest.states is not None:
+            progress(len(self.read_states()))
+        if manifest.kept is not None:
+            self.read_kept()
+            progress(manifest.kept.size_bytes)
         return VerifyReport(
             n_chunks=len(manifest.chunks),
             n_segments=len(manifest.chunks) * len(manifest.levels) * manifest.n_layers,
-            size_bytes=sum(record.size_bytes for record in manifest.chunks),
+            size_bytes=sum(record.size_bytes for record in manifest.files),
         )
+
+    def read_states(self) -> bytes:
+        """The safetensors file of the states after the last token, checked.
+
+        Raises
+        ------
+        ValueError
+            The artefact has none.
+        FormatError
+            The file is damaged.
+        StoreError
+            It is missing, or cannot be read.
+        """
+        record = self.manifest.states
+        if record is None:
+            raise ValueError(f"expected an artefact with states, {self.store.location} has none")
+        return self._read_file(record)
+
+    def read_kept(self) -> NDArray[np.bool_] | None:
+        """Which tokens are cached, bool ``[L or 1, H or 1, T]``; None if all are.
+
+        Raises
+        ------
+        FormatError
+            The file is damaged, or is not of this document.
+        StoreError
+            It is missing, or cannot be read.
+        """
+        manifest = self.manifest
+        if manifest.kept is None:
+            return None
+        kept = unpack_kept(self._read_file(manifest.kept), manifest.kept.n, manifest.tokens.n)
+        layers = manifest.identity.layout.layers
+        heads = {spec.heads for layer in layers for spec in layer.tensors}
+        n_layers, n_heads = kept.shape[:2]
+        if n_layers not in (1, len(layers)) or not (n_heads == 1 or heads == {n_heads}):
+            raise FormatError(
+                f"{manifest.kept.path} in {self.store.location}: expected kept tokens of 1 or "
+                f"{len(layers)} layers and 1 or {sorted(heads)} heads, found {n_layers} and "
+                f"{n_heads}"
+            )
+        return kept
+
+    def _read_file(self, record: StatesRecord | KeptRecord) -> bytes:
+        data = self.store.read(record.path, max_bytes=record.size_bytes)
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != record.sha256:
+            raise FormatError(
+                f"{record.path} in {self.store.location}: expected SHA-256 {record.sha256} of "
+                f"{record.size_bytes} bytes, found {digest} of {len(data)}; the file is damaged, "
+                "fetch it again"
+            )
+        return data
 
     def _read_index(self, record: ChunkRecord) -> ChunkIndex:
         n_levels, n_layers = len(self.manifest.levels), self.manifest.n_layers

@@ -10,7 +10,7 @@ from hf_cachegen.config import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class LevelSummary:
-    """One level over all chunks.
+    """One level over all chunks, which hold keys and values; states come with any level.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class LevelSummary:
 
 
 def stored_values(manifest: Manifest) -> int:
-    """Cached numbers in an artefact. Tokens that a sliding layer skips are not in it."""
+    """Numbers in an artefact's chunks. Tokens that a sliding layer skips are not in them."""
     layers = manifest.identity.layout.layers
     return sum(
         layer.channels * (chunk.end - chunk.first_token(index))
@@ -45,14 +45,14 @@ def summarise_levels(manifest: Manifest) -> list[LevelSummary]:
     n_values = stored_values(manifest)
     raw_bytes = n_values * DTYPE_BYTES[manifest.identity.layout.dtype]
     by_chunk = [manifest.read_bytes(chunk) for chunk in range(len(manifest.chunks))]
-    sizes = [sum(sizes) for sizes in zip(*by_chunk, strict=True)]
+    sizes = [sum(sizes[level] for sizes in by_chunk) for level in range(len(manifest.levels))]
     return [
         LevelSummary(
             name=level.name,
             codec=level.codec,
             exact=level.exact,
             size_bytes=size,
-            bits_per_value=8 * size / n_values,
+            bits_per_value=8 * size / max(n_values, 1),
             ratio=raw_bytes / max(size, 1),
         )
         for level, size in zip(manifest.levels, sizes, strict=True)

@@ -27,13 +27,18 @@ from hf_cachegen.artifact.identity import (
     describe,
     differences,
 )
+from hf_cachegen.artifact.kept import pack_kept
 from hf_cachegen.artifact.manifest import (
     EXACT,
+    MAX_KEPT_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_STATES_BYTES,
     MAX_TOKENS,
     ChunkRecord,
+    KeptRecord,
     LevelRecord,
     Manifest,
+    StatesRecord,
     TokensRecord,
     check_levels,
     skips_at_most,
@@ -51,7 +56,7 @@ LOCK_NAME = ".lock"
 _ADVICE = "choose another folder, or pass overwrite=True to replace it"
 
 _CHUNK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
-_TOKENS_FILE = re.compile(r"tokens-[0-9a-f]{32}\.safetensors")
+_NAMED_FILE = re.compile(r"(tokens|states|kept)-[0-9a-f]{32}\.safetensors")
 _TABLE_FOLDER = re.compile(r"[0-9a-f]{32}")
 
 
@@ -74,6 +79,10 @@ class ArtifactWriter:
     held_from
         First token that the cache at hand still holds, by layer, where a sliding window has dropped
         some; None: all are there.
+    kept
+        Which tokens are cached, bool ``[L or 1, H or 1, T]``, the same number in each layer and
+        head, of a cache from which others were evicted; None: all are. An artefact in the folder is
+        then extended only by other levels, and only if it keeps the same.
     overwrite
         Replace whatever artefact the folder holds: one of another identity, other levels, another
         chunk length or other tokens, or one whose ``cache.json`` or token ids cannot be read.
@@ -102,6 +111,7 @@ class ArtifactWriter:
         token_ids: ArrayLike,
         *,
         held_from: Sequence[int] | None = None,
+        kept: NDArray[np.bool_] | None = None,
         overwrite: bool = False,
     ) -> None:
         self.folder = Path(folder)
@@ -110,11 +120,13 @@ class ArtifactWriter:
         self.chunk_tokens = chunk_tokens
         self.token_ids = _check_tokens(token_ids)
         check_levels(self.levels)
+        self._kept_file = b"" if kept is None else pack_kept(kept)
+        self.kept = None if kept is None else _record_kept(kept, self._kept_file)
         self._lock = _lock(self.folder)
         try:
             previous = self._previous(overwrite)
             self._plans = plan_chunks(
-                identity, self.levels, chunk_tokens, self.token_ids, held_from
+                identity, self.levels, chunk_tokens, self.token_ids, held_from, self.kept
             )
             self._records = self._reusable(previous) if previous else {}
         except BaseException:
@@ -179,16 +191,24 @@ class ArtifactWriter:
         self._records[plan.position] = record
         return record
 
-    def commit(self) -> Manifest:
+    def commit(self, states: bytes | None = None, states_source: str = EXACT) -> Manifest:
         """Make the new artefact the one that the folder holds, and release the folder.
 
         An embedded table must lie in ``folder / identity.table.folder`` by now.
 
+        Parameters
+        ----------
+        states
+            A safetensors file with the states after the last token, if there are layers that keep
+            some.
+        states_source
+            ``"exact"``, or the lossy level that the model read when it came to these states.
+
         Raises
         ------
         ValueError
-            A chunk or the embedded table is missing, the records contradict each other, or the
-            writer is closed.
+            A chunk, the embedded table or states of a layout without layers are missing, states are
+            too large, the records contradict each other, or the writer is closed.
         StoreError
             A file cannot be written.
         """
@@ -207,8 +227,14 @@ class ArtifactWriter:
             chunk_tokens=self.chunk_tokens,
             levels=self.levels,
             chunks=tuple(self._records[plan.position] for plan in self._plans),
+            states=None if states is None else _record_states(states, states_source),
+            kept=self.kept,
         )
         self._sync_table()
+        if states is not None and manifest.states is not None:
+            write_file(self.folder / manifest.states.path, states)
+        if self.kept is not None:
+            write_file(self.folder / self.kept.path, self._kept_file)
         write_file(
             self.folder / tokens.path, safetensors.numpy.save({TOKENS_TENSOR: self.token_ids})
         )
@@ -260,6 +286,7 @@ class ArtifactWriter:
             *compare_identity(self.identity, previous.identity),
             *differences("levels", ours, theirs),
             *differences("chunk_tokens", self.chunk_tokens, previous.chunk_tokens),
+            *differences("kept", _digest(self.kept), _digest(previous.kept)),
         ]
         if any(difference.field not in PROVENANCE for difference in found):
             headline = f"{self.folder} holds a cache of something else"
@@ -287,12 +314,15 @@ class ArtifactWriter:
             for plan, record in zip(self._plans, previous.chunks, strict=False)
             if skips_at_most(record.skipped, plan.skipped)
         }
+        if not old:
+            return {}
         names = chunk_names(
             self.identity,
             self.levels,
             self.chunk_tokens,
             self.token_ids,
             [old.get(plan.position, plan).skipped for plan in self._plans],
+            self.kept,
         )
         return {
             position: record
@@ -332,12 +362,12 @@ class ArtifactWriter:
     def _remove_unused(self, manifest: Manifest) -> None:
         """Remove what earlier saves, finished or not, left behind. Other files are not touched."""
         table = manifest.identity.table
-        used = {manifest.tokens.path, *(record.path for record in manifest.chunks)}
+        used = {manifest.tokens.path, *(record.path for record in manifest.files)}
         if table is not None and table.location == EMBEDDED:
             used.add(table.folder)
         chunks = self.folder / CHUNKS_FOLDER
         ours = [path for path in chunks.iterdir() if _CHUNK_FILE.fullmatch(path.name)]
-        ours += [path for path in self.folder.iterdir() if _TOKENS_FILE.fullmatch(path.name)]
+        ours += [path for path in self.folder.iterdir() if _NAMED_FILE.fullmatch(path.name)]
         tables = (self.folder / TABLES_FOLDER).glob("*")
         ours += [path for path in tables if _TABLE_FOLDER.fullmatch(path.name)]
         unused = [path for path in ours if path.relative_to(self.folder).as_posix() not in used]
@@ -345,6 +375,28 @@ class ArtifactWriter:
             # A file that cannot be removed does no harm, and the next save tries again.
             with contextlib.suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _record_states(data: bytes, source: str) -> StatesRecord:
+    if not 0 < len(data) <= MAX_STATES_BYTES:
+        raise ValueError(f"expected states of 1 to {MAX_STATES_BYTES} bytes, got {len(data)}")
+    digest = hashlib.sha256(data).hexdigest()
+    return StatesRecord(size_bytes=len(data), sha256=digest, source=source)
+
+
+def _record_kept(kept: NDArray[np.bool_], data: bytes) -> KeptRecord:
+    counts = kept.sum(axis=-1)
+    if counts.min() != counts.max() or not 0 < len(data) <= MAX_KEPT_BYTES:
+        raise ValueError(
+            "expected as many kept tokens in every layer and head, in a file of at most "
+            f"{MAX_KEPT_BYTES} bytes, got {counts.min()} to {counts.max()} in {len(data)} bytes"
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    return KeptRecord(n=int(counts.max()), size_bytes=len(data), sha256=digest)
+
+
+def _digest(kept: KeptRecord | None) -> str | None:
+    return None if kept is None else kept.sha256
 
 
 def _lock(folder: Path) -> filelock.BaseFileLock:

@@ -29,7 +29,7 @@ from hf_cachegen.hf.cache import CompressedStreamingCache
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
 from hf_cachegen.hf.prefill import prefill
 from hf_cachegen.hf.saving import save_cache
-from hf_cachegen.levels import available_levels, codec_for
+from hf_cachegen.levels import available_levels, codec_for, encode_levels
 from hf_cachegen.tables import ModelTable
 
 SCHEMA = 1
@@ -204,19 +204,17 @@ def _time(
     leaders = [layer for layer in range(len(layers)) if codec.members(layer)]
     out = [[torch.empty_like(t) for t in layer.tensors] for layer in layers]
 
-    def stacked(tensors: Sequence[Sequence[Tensor]], layer: int) -> list[Tensor]:
-        return [tensor for member in codec.members(layer) for tensor in tensors[member]]
-
     with ThreadPoolExecutor(cpu_count()) as pool:
 
         def encode(layer: int) -> bytes:
-            tensors = stacked([layer.tensors for layer in layers], layer)
-            return b"".join(part.encode(layer, tensors, layers[layer].first) for part in codecs)
+            first = layers[layer].first
+            return b"".join(encode_levels(codecs, layer, lambda m: layers[m].tensors, first))
 
         segments, encode_s = _timed(lambda: list(pool.map(encode, leaders)))
 
         def decode(layer: int, data: bytes) -> None:
-            codec.decode_into(layer, data, stacked(out, layer), layers[layer].first)
+            tensors = [tensor for member in codec.members(layer) for tensor in out[member]]
+            codec.decode_into(layer, data, tensors, layers[layer].first)
 
         seconds = [
             _timed(lambda: list(pool.map(decode, leaders, segments)))[1] for _ in range(REPEATS)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from transformers.cache_utils import Cache
 from hf_cachegen.artifact import Manifest
 from hf_cachegen.bench.dumps import DUMPS
 from hf_cachegen.bench.link import LinkServer
+from hf_cachegen.bench.overlap import Overlap, measure_overlap
 from hf_cachegen.bench.quality import compare
 from hf_cachegen.config import CHUNK_TOKENS
 from hf_cachegen.hf.cache import CompressedStreamingCache
@@ -33,7 +37,7 @@ from hf_cachegen.streaming.policy import TEXT
 from hf_cachegen.streaming.steps import StreamStep
 from hf_cachegen.tables import ModelTable
 
-SCHEMA = 1
+SCHEMA = 2
 
 SOURCES = ("text", *DUMPS, "fixed", "paper", "robust", "layered")
 """Where the context comes from; ``fixed`` stands for every level."""
@@ -67,7 +71,7 @@ class BenchLink:
 
 @dataclass(frozen=True)
 class Row:
-    """One source of the context over one link, over all runs.
+    """One source of the context over one link, over all runs and clients.
 
     Attributes
     ----------
@@ -76,13 +80,13 @@ class Row:
     missed
         Share of runs that came after the target.
     size_bytes
-        Mean bytes that travelled, all that is needed but the model's table.
+        Mean bytes that travelled to a client, all that is needed but the model's table.
     shares
         Share of chunks by the level that they ended with, ``text`` among them; of streams only.
     kl_mean
         Divergence of the next predictions from those of the exact cache, nats per token.
     ttft_s
-        Of each run.
+        Of each client of each run.
     """
 
     link: str
@@ -107,7 +111,9 @@ class StreamBench:
     ahead_tokens: int
     target_s: float
     runs: int
+    clients: int
     rows: tuple[Row, ...]
+    overlap: tuple[Overlap, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The benchmark's JSON document."""
@@ -115,9 +121,16 @@ class StreamBench:
 
 
 @dataclass(frozen=True)
+class _Answer:
+    ttft_s: float
+    logits: Tensor
+    steps: Sequence[StreamStep]
+
+
+@dataclass(frozen=True)
 class _Run:
     ttft_s: float
-    size_bytes: int
+    size_bytes: float
     kl: float
     steps: Sequence[StreamStep]
 
@@ -133,6 +146,8 @@ def bench_stream(
     levels: Sequence[str] | None = None,
     target_s: float = 2.0,
     runs: int = 5,
+    clients: int = 1,
+    overlap: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
     progress: bool = True,
 ) -> StreamBench:
@@ -158,6 +173,11 @@ def bench_stream(
         What the policies are to meet.
     runs
         How often to measure each source.
+    clients
+        How many ask at once. They share the link, the processor and the model, and each plans with
+        what it measures.
+    overlap
+        Also measure each level's transfer and decoding alone.
     chunk_tokens
         Tokens per chunk.
     progress
@@ -166,10 +186,14 @@ def bench_stream(
     Raises
     ------
     ValueError
-        A source is unknown.
+        A source is unknown, or there are no runs or clients.
     """
+    if runs < 1 or clients < 1:
+        raise ValueError(f"expected at least one run and client, got {runs} and {clients}")
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
+    overlaps: list[Overlap] = []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         cache = prefill(model, context, progress=progress)
         manifest = save_cache(
             model, None, context, folder, cache=cache, tables=table, levels=levels,
@@ -181,7 +205,8 @@ def bench_stream(
         names = list(_expand(sources, manifest))
         exact = _continue(model, cache, ahead, keep=len(ahead))
         del cache
-        bench = _Bench(model, table, context, ahead, exact, Path(folder), target_s)
+        pool = stack.enter_context(ThreadPoolExecutor(clients))
+        bench = _Bench(model, table, context, ahead, exact, Path(folder), target_s, clients, pool)
         bench.warm_up(manifest)
         bar = tqdm(total=len(links) * runs * len(names), unit="run", disable=not progress)
         for link in links:
@@ -190,8 +215,13 @@ def bench_stream(
                 for _ in range(runs):
                     for name in names:
                         bar.set_description(f"{link.name}, {name}")
-                        found[name].append(bench.run(server, name))
+                        found[name] += bench.run(server, name)
                         bar.update()
+                for level in manifest.levels if overlap else ():
+                    bar.set_description(f"{link.name}, overlap of {level.name}")
+                    overlaps.append(
+                        measure_overlap(model, table, server, link.name, level.name, runs=runs)
+                    )
             rows += [_row(link, name, found[name], manifest, target_s) for name in names]
         bar.close()
     return StreamBench(
@@ -202,7 +232,9 @@ def bench_stream(
         ahead_tokens=len(ahead),
         target_s=target_s,
         runs=runs,
+        clients=clients,
         rows=tuple(rows),
+        overlap=tuple(overlaps),
     )
 
 
@@ -217,6 +249,8 @@ class _Bench:
     exact: Tensor
     folder: Path
     target_s: float
+    clients: int
+    pool: ThreadPoolExecutor
 
     def warm_up(self, manifest: Manifest) -> None:
         """Have compiled what is compiled once, and the machine's speed measured."""
@@ -226,20 +260,34 @@ class _Bench:
             cache.wait()
             cache.close()
 
-    def run(self, server: LinkServer, source: str) -> _Run:
-        """One measurement, from the beginning of the link's trace on."""
+    def run(self, server: LinkServer, source: str) -> list[_Run]:
+        """One measurement of each client, from the beginning of the link's trace on."""
         n_requests = len(server.requests)
         server.link.restart()
+        answer = partial(self._answer, server.url)
+        answers = list(self.pool.map(answer, [source] * self.clients))
+        sent = sum(request.sent_bytes for request in server.requests[n_requests:])
+        return [
+            _Run(
+                answer.ttft_s,
+                sent / self.clients,
+                compare(self.exact, answer.logits, self.ahead).kl_mean,
+                answer.steps,
+            )
+            for answer in answers
+        ]
+
+    def _answer(self, url: str, source: str) -> _Answer:
+        """What one client sees."""
         started = time.perf_counter()
-        cache, ids = self._open(source, server.url)
+        cache, ids = self._open(source, url)
         logits = _continue(self.model, cache, ids, keep=len(self.ahead))
         ttft_s = time.perf_counter() - started
         steps = []
         if isinstance(cache, CompressedStreamingCache):
             steps = cache.stream_report()
             cache.close()
-        sent = sum(request.sent_bytes for request in server.requests[n_requests:])
-        return _Run(ttft_s, sent, compare(self.exact, logits, self.ahead).kl_mean, steps)
+        return _Answer(ttft_s, logits, steps)
 
     def _open(self, source: str, url: str) -> tuple[Cache, Tensor]:
         """The cache, filled or about to be, and the token ids to go on with."""

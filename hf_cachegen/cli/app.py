@@ -10,18 +10,12 @@ from typer.core import TyperGroup
 
 from hf_cachegen.cli import ask, bench, inspect, make, plan, transfer
 from hf_cachegen.cli.options import ManyValuesCommand
+from hf_cachegen.cli.output import report_error
 from hf_cachegen.cli.simulate import simulate
 from hf_cachegen.errors import CacheGenError
 
 USER_ERROR = 2
 INTERRUPTED = 130
-
-_SPELLINGS = {
-    "overwrite=True": "--overwrite",
-    "tables='auto'": "--tables auto",
-    "token=...": "--token ...",
-}
-"""Advice in the library's messages is for Python; here it is for the shell."""
 
 # typer brings its own click in newer versions, so the class has no one name to import it by.
 _UsageError: Any = next(
@@ -48,7 +42,7 @@ class _Group(TyperGroup):
         try:
             status = super().main(*args, **{**options, "standalone_mode": False})
         except _UsageError as error:
-            _report(error.format_message())
+            report_error(error.format_message())
             status = USER_ERROR
         except typer.Abort:
             status = INTERRUPTED
@@ -64,16 +58,8 @@ class _Group(TyperGroup):
         except (CacheGenError, ValueError, OSError) as error:
             if ctx.params["debug"]:
                 raise
-            _report(str(error) or type(error).__name__)
+            report_error(str(error) or type(error).__name__)
             raise typer.Exit(USER_ERROR) from error
-
-
-def _report(message: str) -> None:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    joined = "".join(f"{line} " if line[-1] in ":;,." else f"{line}; " for line in lines)
-    for python, shell in _SPELLINGS.items():
-        joined = joined.replace(python, shell)
-    print(f"hf-cachegen: error: {joined.rstrip(' ;')}", file=sys.stderr)
 
 
 app = typer.Typer(

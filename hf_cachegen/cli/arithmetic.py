@@ -66,6 +66,7 @@ class Plan:
 
     context_tokens: int
     bytes_per_token: int
+    states_bytes: int
     raw_bytes: int
     link: Link
     prefill_s: float | None
@@ -108,7 +109,12 @@ def cached_values(layout: KVLayout, context_tokens: int) -> int:
 
 
 def plan_transfer(
-    layout: KVLayout, context_tokens: int, link: Link, prefill_s: float | None = None
+    layout: KVLayout,
+    context_tokens: int,
+    link: Link,
+    prefill_s: float | None = None,
+    *,
+    states_bytes: int = 0,
 ) -> Plan:
     """Sizes and times of a context's cache at every level.
 
@@ -122,6 +128,8 @@ def plan_transfer(
         How fast it arrives.
     prefill_s
         Seconds that the model needs to compute the cache instead; None if unknown.
+    states_bytes
+        Bytes of the states that it keeps of a context, which come with any level as they are.
 
     Raises
     ------
@@ -138,13 +146,14 @@ def plan_transfer(
     raw_bytes = n_values * DTYPE_BYTES[layout.dtype]
     decode_s = 0.0 if link.decode_gb_per_s is None else raw_bytes / (1e9 * link.decode_gb_per_s)
     levels = [
-        _plan_level(name, bits, n_values, link.gbps, decode_s, prefill_s)
+        _plan_level(name, bits, bits * n_values + 8 * states_bytes, link.gbps, decode_s, prefill_s)
         for name, bits in typical_levels(layout.dtype).items()
     ]
     return Plan(
         context_tokens=context_tokens,
         bytes_per_token=layout.bytes_per_token,
-        raw_bytes=raw_bytes,
+        states_bytes=states_bytes,
+        raw_bytes=raw_bytes + states_bytes,
         link=link,
         prefill_s=prefill_s,
         levels=tuple(levels),
@@ -152,9 +161,13 @@ def plan_transfer(
 
 
 def _plan_level(
-    name: str, bits: float, n_values: int, gbps: float, decode_s: float, prefill_s: float | None
+    name: str,
+    bits: float,
+    size_bits: float,
+    gbps: float,
+    decode_s: float,
+    prefill_s: float | None,
 ) -> LevelPlan:
-    size_bits = bits * n_values
     wait_s = 0.0 if name == "raw" else decode_s
     load_s = max(size_bits / (1e9 * gbps), wait_s)
     reachable = prefill_s is not None and wait_s < prefill_s

@@ -36,7 +36,7 @@ def generate(
         str | None,
         typer.Option(
             help="What to do about each chunk: paper, robust, layered, text or fixed:LEVEL.  "
-            "[default: robust with a target]",
+            "[default with a target: layered, or robust for levels that do not nest]",
             show_default=False,
         ),
     ] = None,

@@ -53,6 +53,15 @@ def stream(
     ] = None,
     target: Annotated[float, typer.Option(help="Seconds to the first token to meet.")] = 2.0,
     runs: Annotated[int, typer.Option(help="Runs of each source.", min=1)] = 5,
+    clients: Annotated[
+        int, typer.Option(help="Clients that ask at once and share the link and the CPU.", min=1)
+    ] = 1,
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap", help="Also measure transfer and decoding of each level by themselves."
+        ),
+    ] = False,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.", min=1)] = CHUNK_TOKENS,
     dtype: options.DtypeOption = options.Dtype.auto,
     json: options.Json = False,
@@ -87,6 +96,8 @@ def stream(
         levels=None if levels is None else [name.strip() for name in levels.split(",")],
         target_s=target,
         runs=runs,
+        clients=clients,
+        overlap=overlap,
         chunk_tokens=chunk_tokens,
     )
     print_table(
@@ -104,8 +115,26 @@ def stream(
             )
             for row in result.rows
         ],
-        title=f"{context} tokens, target {target:g} s, {runs} runs",
+        title=f"{context} tokens, target {target:g} s, {runs} runs"
+        + (f", {clients} clients at once" if clients > 1 else ""),
         stderr=json,
     )
+    if overlap:
+        print_table(
+            ("link", "level", "transfer alone", "decoding alone", "both", "of the longer"),
+            [
+                (
+                    found.link,
+                    found.level,
+                    f"{found.transfer_s:.2f} s",
+                    f"{found.decode_s:.2f} s",
+                    f"{found.stream_s:.2f} s",
+                    f"{found.ratio:.2f}x",
+                )
+                for found in result.overlap
+            ],
+            title="until the whole context is in place",
+            stderr=json,
+        )
     if json:
         print_json(result.to_json())

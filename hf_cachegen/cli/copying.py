@@ -11,9 +11,9 @@ from pathlib import Path
 import filelock
 import numpy as np
 
-from hf_cachegen.artifact import Artifact, ChunkRecord, Manifest
+from hf_cachegen.artifact import Artifact, Manifest
 from hf_cachegen.artifact.files import sync_folder, write_file
-from hf_cachegen.artifact.manifest import MAX_MANIFEST_BYTES
+from hf_cachegen.artifact.manifest import MAX_MANIFEST_BYTES, FileRecord
 from hf_cachegen.artifact.writer import LOCK_NAME
 from hf_cachegen.cli.inspect import embedded_table
 from hf_cachegen.config import CHUNKS_FOLDER, MANIFEST_NAME
@@ -30,7 +30,7 @@ def copy_artifact(
     overwrite: bool = False,
     progress: Callable[[int], object],
 ) -> None:
-    """Copy an artefact to a folder. Chunk files that are there and intact are kept.
+    """Copy an artefact to a folder. Files that are there and intact are kept.
 
     Parameters
     ----------
@@ -56,8 +56,8 @@ def copy_artifact(
         (target / CHUNKS_FOLDER).mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(target / LOCK_NAME, timeout=0):
             previous = _previous(artifact, target, overwrite)
-            for record in manifest.chunks:
-                _copy_chunk(artifact.store, record, target / record.path, progress)
+            for record in manifest.files:
+                _copy_file(artifact.store, record, target / record.path, progress)
             _copy_rest(artifact, target)
             write_file(target / MANIFEST_NAME, manifest.to_bytes())
             _remove_unused(previous, manifest, target)
@@ -79,7 +79,8 @@ def _previous(artifact: Artifact, folder: Path, overwrite: bool) -> Manifest | N
     held = Artifact.open(store)
     same = held.manifest.identity.digest == artifact.manifest.identity.digest
     begins = np.array_equal(held.token_ids, artifact.token_ids[: len(held.token_ids)])
-    if not (same and begins):
+    kept = held.manifest.kept == artifact.manifest.kept
+    if not (same and begins and kept):
         what = "other tokens" if same else "another model, table or dtype"
         raise IdentityError(
             f"{folder} holds a cache of {what} than {artifact.store.location}; "
@@ -88,8 +89,11 @@ def _previous(artifact: Artifact, folder: Path, overwrite: bool) -> Manifest | N
     return held.manifest
 
 
-def _copy_chunk(
-    store: Store, record: ChunkRecord, target: Path, progress: Callable[[int], object]
+def _copy_file(
+    store: Store,
+    record: FileRecord,
+    target: Path,
+    progress: Callable[[int], object],
 ) -> None:
     if target.is_file() and target.stat().st_size == record.size_bytes:
         with target.open("rb") as file:
@@ -131,8 +135,8 @@ def _remove_unused(previous: Manifest | None, manifest: Manifest, folder: Path) 
     """Remove the files of the artefact that was here before."""
     if previous is None:
         return
-    used = {manifest.tokens.path, *(chunk.path for chunk in manifest.chunks)}
-    for path in {previous.tokens.path, *(chunk.path for chunk in previous.chunks)} - used:
+    used = {manifest.tokens.path, *(record.path for record in manifest.files)}
+    for path in {previous.tokens.path, *(record.path for record in previous.files)} - used:
         # A file that cannot be removed does no harm.
         with contextlib.suppress(OSError):
             (folder / path).unlink()

@@ -79,12 +79,13 @@ def verify(
 def verify_artifact(store: Store) -> None:
     """Check all of an artefact, an embedded table included, and say what was found intact."""
     artifact = Artifact.open(store)
-    with bytes_bar("verify", sum(c.size_bytes for c in artifact.manifest.chunks)) as bar:
+    with bytes_bar("verify", sum(f.size_bytes for f in artifact.manifest.files)) as bar:
         report = artifact.verify(bar.update)
     table = embedded_table(artifact)
+    states = "" if artifact.manifest.states is None else " and the states"
     extra = "" if table is None else f", and the embedded table, {megabytes(table.size_bytes())}"
     print(
-        f"intact: {report.n_chunks} chunks with {report.n_segments} segments, "
+        f"intact: {report.n_chunks} chunks with {report.n_segments} segments{states}, "
         f"{megabytes(report.size_bytes)}{extra}"
     )
 
@@ -153,6 +154,8 @@ def _show(facts: dict[str, Any], as_json: bool, show: Any) -> None:
 def _describe(manifest: Manifest) -> dict[str, Any]:
     identity = manifest.identity
     table = identity.table
+    states_bytes = 0 if manifest.states is None else manifest.states.size_bytes
+    raw_bytes = stored_values(manifest) * DTYPE_BYTES[identity.layout.dtype]
     return {
         "kind": "cache",
         "model": identity.model_id,
@@ -161,10 +164,12 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
         "dtype": identity.layout.dtype,
         "layers": manifest.n_layers,
         "tokens": manifest.tokens.n,
+        "kept": manifest.n_cached,
         "chunks": len(manifest.chunks),
         "chunk_tokens": manifest.chunk_tokens,
-        "raw_bytes": stored_values(manifest) * DTYPE_BYTES[identity.layout.dtype],
-        "size_bytes": sum(chunk.size_bytes for chunk in manifest.chunks),
+        "raw_bytes": raw_bytes + states_bytes,
+        "states_bytes": states_bytes,
+        "size_bytes": sum(record.size_bytes for record in manifest.files),
         "levels": [asdict(level) for level in summarise_levels(manifest)],
         "table": None if table is None else table.model_dump(),
         "library_version": manifest.library_version,
@@ -178,13 +183,25 @@ def _print_manifest(location: str, manifest: Manifest) -> None:
         {
             "cache": location,
             "model": f"{facts['model']} ({facts['architecture']}, {facts['dtype']})",
-            "tokens": f"{facts['tokens']} in {facts['chunks']} chunks",
+            "tokens": f"{_tokens_fact(manifest)} in {facts['chunks']} chunks",
             "uncompressed": megabytes(facts["raw_bytes"]),
             "all levels": megabytes(facts["size_bytes"]),
+            **_states_fact(facts["states_bytes"]),
             "table": "none" if table is None else f"{table['location']} (for {table['name']})",
         }
     )
     print_levels(manifest)
+
+
+def _tokens_fact(manifest: Manifest) -> str:
+    """How many tokens there are, and how many of them are kept if some were evicted."""
+    kept = "" if manifest.kept is None else f", {manifest.kept.n} of them kept by each head"
+    return f"{manifest.tokens.n}{kept}"
+
+
+def _states_fact(size_bytes: int) -> dict[str, str]:
+    """How much of every level are states; nothing if there are none."""
+    return {"states": f"{megabytes(size_bytes)}, exact, with any level"} if size_bytes else {}
 
 
 def _describe_table(store: Store) -> dict[str, Any]:

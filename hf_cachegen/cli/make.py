@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_cachegen.artifact import Manifest
 from hf_cachegen.cli import options
 from hf_cachegen.cli.inspect import print_levels
+from hf_cachegen.cli.output import report_error
 from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_cachegen.cli.sharing import Outcome
+
+SOME_FAILED = 1
+"""Exit status of a command that has done its work on all documents but some."""
 
 
 def encode(
     model: options.Model,
-    text: Annotated[Path, options.text_option("The document, in UTF-8.", "--text", "FILE")],
+    text: Annotated[list[Path], options.text_option("Documents, in UTF-8.", "--text")],
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--out",
             "-o",
             metavar="FOLDER",
             show_default=False,
-            help="Folder to write the cache to.",
+            help="Folder to write the cache of one document to.",
         ),
-    ],
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            "--into",
+            metavar="FOLDER",
+            show_default=False,
+            help="Folder to write the caches of many documents to: of a.txt to FOLDER/a.",
+        ),
+    ] = None,
     tables: Annotated[
         str,
         typer.Option(
@@ -48,36 +69,102 @@ def encode(
         bool, typer.Option("--overwrite", help="Replace a cache of something else.")
     ] = False,
 ) -> None:
-    """Encode a document's KV cache into a folder.
+    """Encode the KV cache of a document, or of each of many, into a folder.
 
-    MODEL runs over the document once. The folder of a shorter version of the same document is
-    extended.
+    MODEL runs over a document once, and not at all over one whose cache is there. The folder of a
+    shorter version of the same document is extended.
+
+    Many documents are shared by the processes that `accelerate launch -m hf_cachegen encode ...`
+    starts, on one machine or several, each with the model on a device of its own. A run that was
+    interrupted goes on where it was. If a document fails the others are encoded all the same, and
+    the exit status is 1.
     """
-    document = options.read_text(text)
-    names = None if levels is None else [name.strip() for name in levels.split(",")]
+    targets = _targets(text, out, into)
+    if out is not None:
+        options.read_text(text[0])  # a file that is not UTF-8 should not cost the wait for a model
     from hf_cachegen.cli.models import load_model
+    from hf_cachegen.cli.sharing import processes, work_through
     from hf_cachegen.hf.codecs import load_table
-    from hf_cachegen.hf.saving import save_cache
 
-    # A wrong table should not cost the wait for the model, so it is looked up before.
-    automatic = tables in ("auto", "none")
-    if not automatic:
+    # Nor should a wrong table.
+    if tables not in ("auto", "none"):
         load_table(tables)
-    loaded, tokenizer = load_model(model, dtype)
-    manifest = save_cache(
-        loaded,
-        tokenizer,
-        document,
-        out,
-        tables={"auto": "auto", "none": None}[tables] if automatic else tables,
-        levels=names,
-        chunk_tokens=chunk_tokens,
-        importance=importance.value,
-        model_id=model_id,
-        overwrite=overwrite,
-    )
-    print(f"{manifest.tokens.n} tokens in {len(manifest.chunks)} chunks, written to {out}")
-    print_levels(manifest)
+    settings = {
+        "tables": None if tables == "none" else tables,
+        "levels": None if levels is None else [name.strip() for name in levels.split(",")],
+        "chunk_tokens": chunk_tokens,
+        "importance": importance.value,
+        "model_id": model_id,
+    }
+    with processes() as state:
+        if out is not None and not state.is_main_process:
+            return
+        device = state.device if state.num_processes > 1 else None
+        encoder = _Encoder(*load_model(model, dtype, device), settings, overwrite)
+        if out is not None:
+            manifest, written = encoder.encode(text[0], out, progress=True)
+            verb = "written to" if written else "which were already in"
+            print(f"{manifest.tokens.n} tokens in {len(manifest.chunks)} chunks, {verb} {out}")
+            print_levels(manifest)
+            return
+        outcome = work_through(targets, lambda *target: encoder.encode(*target)[1], state)
+        if state.is_main_process:
+            _report(outcome)
+    if outcome.failures:
+        raise typer.Exit(SOME_FAILED)
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """A model, and how its caches are saved."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    settings: dict[str, Any]
+    overwrite: bool
+
+    def encode(self, path: Path, folder: Path, *, progress: bool = False) -> tuple[Manifest, bool]:
+        """The artefact of a text file in its folder, and whether it had to be written."""
+        from hf_cachegen.hf.saved import find_saved
+        from hf_cachegen.hf.saving import context_ids, save_cache
+
+        ids = context_ids(self.tokenizer, options.read_text(path))
+        saved = find_saved(folder, self.model, ids, **self.settings)
+        if saved is not None:
+            return saved, False
+        save_options = {**self.settings, "overwrite": self.overwrite, "progress": progress}
+        return save_cache(self.model, None, ids, folder, **save_options), True
+
+
+def _targets(texts: Sequence[Path], out: Path | None, into: Path | None) -> dict[Path, Path]:
+    """Text file by the folder that its cache is for."""
+    if out is not None and into is None and len(texts) == 1:
+        return {out: texts[0]}
+    if out is not None or into is None:
+        raise ValueError(
+            "expected -o FOLDER for the cache of one document, or --into FOLDER for a folder with "
+            f"the cache of each; got {len(texts)} documents and "
+            f"{'both' if out and into else '-o' if out else 'neither'}"
+        )
+    targets: dict[Path, Path] = {}
+    for path in texts:
+        folder = into / path.stem
+        if folder in targets:
+            raise ValueError(
+                f"expected documents with different names, got {targets[folder]} and {path}, whose "
+                f"caches would both go to {folder}; rename one"
+            )
+        targets[folder] = path
+    return targets
+
+
+def _report(outcome: Outcome) -> None:
+    """Say on stdout what has been done, and on stderr which documents failed, and why."""
+    print(f"{len(outcome.written)} caches written, {len(outcome.present)} were already there")
+    if outcome.taken:
+        print(f"{len(outcome.taken)} left to another run, which is at work on them")
+    for name, reason in outcome.failures.items():
+        report_error(f"{name}: {reason}")
 
 
 def profile(

@@ -11,11 +11,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hf_cachegen.codec.entropy import begin_warm_up
 from hf_cachegen.errors import StoreNotFound
 
 
-def load_model(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in eval mode, on the GPU if there is one, and its tokenizer.
+def load_model(
+    name: str, dtype: str = "auto", device: torch.device | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in eval mode, and its tokenizer.
 
     Parameters
     ----------
@@ -23,14 +26,17 @@ def load_model(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrai
         Folder or Hub id.
     dtype
         ``auto`` is the dtype the model was saved in.
+    device
+        Where all of it goes; None: spread over the GPUs, if there are any.
 
     Raises
     ------
     StoreNotFound
         There is no such model, or transformers cannot read it.
     """
+    begin_warm_up()  # while the files are read
     logging.disable_progress_bar()
-    device_map = "auto" if torch.cuda.is_available() else None
+    device_map = device or ("auto" if torch.cuda.is_available() else None)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map)

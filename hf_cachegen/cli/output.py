@@ -15,6 +15,22 @@ from tqdm import tqdm
 PIPED_WIDTH = 120
 """Columns of a table that goes to a file or a program, which has no width of its own."""
 
+_SPELLINGS = {
+    "overwrite=True": "--overwrite",
+    "tables='auto'": "--tables auto",
+    "token=...": "--token ...",
+}
+"""Advice in the library's messages is for Python; here it is for the shell."""
+
+
+def report_error(message: str) -> None:
+    """Say what went wrong in one line on stderr."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    joined = "".join(f"{line} " if line[-1] in ":;,." else f"{line}; " for line in lines)
+    for python, shell in _SPELLINGS.items():
+        joined = joined.replace(python, shell)
+    print(f"hf-cachegen: error: {joined.rstrip(' ;')}", file=sys.stderr)
+
 
 def print_json(value: dict[str, Any]) -> None:
     """One line, so that a program finds it as the last one of stdout."""

@@ -68,14 +68,16 @@ def plan(
                 f"expected positive --prefill-tokens-per-s, got {prefill_tokens_per_s}"
             )
         prefill_s = context / prefill_tokens_per_s
-    from hf_cachegen.hf.estimate import estimate_layout, load_config
+    from hf_cachegen.hf.estimate import estimate_layout, estimate_states_bytes, load_config
 
     named = None if dtype is options.Dtype.auto else cast("DtypeName", dtype.value)
-    layout = estimate_layout(load_config(model), named)
+    config = load_config(model)
+    layout, states_bytes = estimate_layout(config, named), estimate_states_bytes(config, named)
     link = Link(link_gbps, decode_gb_per_s)
-    found = plan_transfer(layout, context, link, prefill_s)
+    found = plan_transfer(layout, context, link, prefill_s, states_bytes=states_bytes)
     if measure:
-        found = plan_transfer(layout, context, link, _measure_prefill(model, dtype, context))
+        prefill_s = _measure_prefill(model, dtype, context)
+        found = plan_transfer(layout, context, link, prefill_s, states_bytes=states_bytes)
     if json:
         print_json(
             {"model": model, "dtype": layout.dtype, **asdict(found), "verdict": found.verdict}
@@ -109,6 +111,8 @@ def _print_plan(model: str, dtype: str, found: Plan) -> None:
         f"{found.context_tokens} tokens",
         "link": f"{found.link.gbps:g} Gbit/s",
     }
+    if found.states_bytes:
+        facts["states"] = f"{megabytes(found.states_bytes)} of them, however long the context"
     if found.prefill_s is not None:
         facts["prefill"] = f"{found.prefill_s:.3g} s"
     print_facts(facts)

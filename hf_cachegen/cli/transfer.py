@@ -118,7 +118,7 @@ def _copy(store: Store, out: Path, overwrite: bool) -> Path:
     from hf_cachegen.cli.copying import copy_artifact
 
     artifact = Artifact.open(store)
-    with bytes_bar("fetch", sum(c.size_bytes for c in artifact.manifest.chunks)) as bar:
+    with bytes_bar("fetch", sum(f.size_bytes for f in artifact.manifest.files)) as bar:
         copy_artifact(artifact, out, overwrite=overwrite, progress=bar.update)
     return out
 

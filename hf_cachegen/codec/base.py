@@ -4,11 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hf_cachegen.codec.channels import Positions, kept_positions
 from hf_cachegen.layout import KVLayout, TensorSpec
+
+
+class PlacedSegment(NamedTuple):
+    """A segment, and where its values go.
+
+    Attributes
+    ----------
+    data
+        As for :meth:`SegmentCodec.decode_into`.
+    first_token, tokens
+        ``[:, first_token : first_token + tokens]`` of each tensor.
+    """
+
+    data: bytes
+    first_token: int
+    tokens: int
 
 
 class SegmentCodec(ABC):
@@ -22,10 +40,14 @@ class SegmentCodec(ABC):
     ----------
     layout
         What the model caches.
+    kept
+        Of a context from which tokens were evicted, the positions of those that each layer and head
+        has, ascending int64 ``[L or 1, H or 1, n]``; None if they have all.
     """
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, kept: Tensor | None = None) -> None:
         self.layout = layout
+        self.kept = kept
 
     def members(self, layer: int) -> Sequence[int]:
         """Layers whose values a layer's segment carries: by default its own.
@@ -48,7 +70,8 @@ class SegmentCodec(ABC):
             :class:`~hf_cachegen.layout.TensorSpec` lists say: each ``[H, T, D]`` in the layout's
             dtype, T the same for all.
         start
-            Position of the first token in the context.
+            How many tokens of the context come before the first one: of those that are kept, if
+            others were evicted.
 
         Raises
         ------
@@ -78,6 +101,18 @@ class SegmentCodec(ABC):
             The bytes are not a segment of this codec, layer and number of tokens.
         """
 
+    def decode_many_into(
+        self, layer: int, segments: Sequence[PlacedSegment], out: Sequence[Tensor], start: int
+    ) -> None:
+        """Decode several segments of a layer, all at once where that is faster.
+
+        Parameters and errors are those of :meth:`decode_into`, with ``start`` of the first token
+        that ``out`` has room for. After an error, none of the segments may be in place.
+        """
+        for data, first, tokens in segments:
+            places = [tensor[:, first : first + tokens] for tensor in out]
+            self.decode_into(layer, data, places, start + first)
+
     def check_tensors(self, layer: int, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError unless ``tensors`` have the shapes and dtype of this segment."""
         specs = self.specs(layer)
@@ -99,6 +134,10 @@ class SegmentCodec(ABC):
         return [
             spec for member in self.members(layer) for spec in self.layout.layers[member].tensors
         ]
+
+    def positions(self, layer: int, start: int, tokens: int) -> Positions:
+        """Where so many tokens of a layer's segment are in the context, ``start`` as above."""
+        return kept_positions(self.layout, self.members(layer), self.kept, start, tokens)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -34,17 +33,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank
-from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.channels import channels, store_channels
 from hf_cachegen.codec.entropy import decode_integers, encode_integers
-from hf_cachegen.codec.exact import read_tensors, tensor_bytes
+from hf_cachegen.codec.exact import tensor_bytes
+from hf_cachegen.codec.gpu import PerDevice
 from hf_cachegen.codec.integer_tables import BANK_FIELDS, bank_from_arrays, bank_to_arrays
+from hf_cachegen.codec.kernel_codec import CodedPart, KernelCodec
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, Record
 
 if TYPE_CHECKING:
     from hf_cachegen.codec.delta_triton import DeltaPlanes
+    from hf_cachegen.codec.rans_triton import DecodeCheck
 
 LARGEST = 2.0**31 - 128
 """Largest magnitude of a coded integer: the last float32 that fits an int32."""
@@ -217,7 +218,7 @@ class DeltaTransform:
         return mask
 
 
-class DeltaCodec(SegmentCodec):
+class DeltaCodec(KernelCodec):
     """One level of ``delta``.
 
     Parameters
@@ -228,12 +229,16 @@ class DeltaCodec(SegmentCodec):
         The model's statistics.
     level
         Index into ``tables.config.factors``.
+    kept
+        As for :class:`~hf_cachegen.codec.base.SegmentCodec`.
     """
 
     name = "delta"
 
-    def __init__(self, layout: KVLayout, tables: DeltaTables, level: int) -> None:
-        super().__init__(layout)
+    def __init__(
+        self, layout: KVLayout, tables: DeltaTables, level: int, kept: Tensor | None = None
+    ) -> None:
+        super().__init__(layout, kept)
         self.config = tables.config
         self._offsets = row_offsets(layout)
         self._table_ids = table_ids(layout, tables.config)
@@ -245,14 +250,15 @@ class DeltaCodec(SegmentCodec):
         bins = [self.config.bin(layer, n_layers) * factor for layer in range(n_layers)]
         per_row = np.repeat(np.array(bins, np.float32), np.diff(self._offsets))
         self._bin = torch.from_numpy(tables.spread * per_row)
-        self._on_gpu: dict[tuple[int, torch.device], DeltaPlanes] = {}
+        self._on_gpu: PerDevice[DeltaPlanes] = PerDevice()
 
     def encode(self, layer: int, tensors: Sequence[Tensor], start: int) -> bytes:
         self.check_tensors(layer, tensors)
         sinks = self._sinks(start, tensors[0].shape[1])
         parts = [tensor_bytes(tensor[:, :sinks]) for tensor in tensors]
         rest = [tensor[:, sinks:] for tensor in tensors]
-        x = channels(self.layout, self.specs(layer), rest, start + sinks).T.contiguous()
+        positions = self.positions(layer, start + sinks, rest[0].shape[1])
+        x = channels(self.layout, self.specs(layer), rest, positions).T.contiguous()
         if x.shape[1] == 0:
             return b"".join(parts)
         transform, bins = self._on(layer, x.device)
@@ -265,55 +271,59 @@ class DeltaCodec(SegmentCodec):
         parts.append(self._encode_plane(self._differences, layer, torch.round(difference / bins)))
         return b"".join(parts)
 
-    def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
-        self.check_tensors(layer, out)
-        reader = ByteReader(data, f"delta segment of layer {layer}")
-        sinks = self._sinks(start, out[0].shape[1])
-        read_tensors(reader, [tensor[:, :sinks] for tensor in out])
-        tokens = out[0].shape[1] - sinks
-        if tokens and out[0].is_cuda and find_spec("triton") is not None:
-            self._decode_on_gpu(reader, layer, [tensor[:, sinks:] for tensor in out], start + sinks)
-        elif tokens:
-            x = self._decode_planes(reader, layer, tokens, out[0].device)
-            rest = [tensor[:, sinks:] for tensor in out]
-            store_channels(self.layout, self.specs(layer), x.T, rest, start + sinks)
-        reader.finish()
-
-    def _decode_on_gpu(
+    def _decode_rest(
         self, reader: ByteReader, layer: int, out: Sequence[Tensor], start: int
     ) -> None:
+        tokens = out[0].shape[1]
+        x = self._decode_planes(reader, layer, tokens, out[0].device)
+        positions = self.positions(layer, start, tokens)
+        store_channels(self.layout, self.specs(layer), x.T, out, positions)
+
+    def _read_planes(self, reader: ByteReader, tokens: int) -> list[bytes]:
+        """The anchors' plane, if there are anchors, and the differences'."""
+        anchors = [reader.take(reader.unpack("<I")[0])] if self.config.group else []
+        return [*anchors, reader.rest()]
+
+    def _launch(
+        self, layer: int, parts: Sequence[CodedPart], out: Sequence[Tensor], start: int
+    ) -> DecodeCheck:
         from hf_cachegen.codec import delta_triton as gpu
 
-        coded = [reader.take(reader.unpack("<I")[0])] if self.config.group else []
-        key = layer, out[0].device
-        if key not in self._on_gpu:
-            rows = slice(self._offsets[layer], self._offsets[layer + 1])
-            self._on_gpu[key] = gpu.DeltaPlanes.build(
+        segments = [
+            gpu.CodedSegment(planes, tokens, first_token=first) for planes, tokens, first in parts
+        ]
+        planes, batch = self._gpu_planes(layer, out[0].device), [tensor[None] for tensor in out]
+        return gpu.launch_segments(planes, self.layout, self.specs(layer), segments, batch, start)
+
+    def _gpu_planes(self, layer: int, device: torch.device) -> DeltaPlanes:
+        from hf_cachegen.codec import delta_triton as gpu
+
+        rows = slice(self._offsets[layer], self._offsets[layer + 1])
+        return self._on_gpu.get(
+            layer,
+            device,
+            lambda: gpu.DeltaPlanes.build(
                 [bank for bank in (self._anchors, self._differences) if bank is not None],
                 self._table_ids[layer],
                 [vector[rows] for vector in (self._mean, self._anchor_step, self._bin)],
                 self.config.group,
-                out[0].device,
-            )
-        specs = self.layout.layers[layer].tensors
-        segment = gpu.CodedSegment([*coded, reader.rest()], out[0].shape[1])
-        batch = [tensor[None] for tensor in out]
-        check = gpu.launch_segments(self._on_gpu[key], self.layout, specs, [segment], batch, start)
-        check()
+                device,
+            ),
+        )
 
     def _decode_planes(
         self, reader: ByteReader, layer: int, tokens: int, device: torch.device
     ) -> Tensor:
         """Channel planes float32 ``[C, T]`` from a segment's integers."""
         transform, bins = self._on(layer, device)
-        if not self.config.group:
-            q = self._decode_plane(self._differences, layer, reader.rest(), tokens, device)
+        *anchors_plane, plane = self._read_planes(reader, tokens)
+        if not anchors_plane:
+            q = self._decode_plane(self._differences, layer, plane, tokens, device)
             return torch.addcmul(transform.mean, q, bins)
         group = self.config.group
         n_groups = -(-tokens // group)
-        coded = reader.take(reader.unpack("<I")[0])
-        anchors = self._decode_plane(self._anchors, layer, coded, n_groups, device)
-        q = self._decode_plane(self._differences, layer, reader.rest(), tokens - n_groups, device)
+        anchors = self._decode_plane(self._anchors, layer, anchors_plane[0], n_groups, device)
+        q = self._decode_plane(self._differences, layer, plane, tokens - n_groups, device)
         # A short last group is padded, so that all groups are one reshape.
         q = torch.nn.functional.pad(q, (0, n_groups * (group - 1) - q.shape[1]))
         values = transform.mean + anchors * transform.anchor_step

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank
-from hf_cachegen.codec.channels import channels
+from hf_cachegen.codec.channels import channels, kept_positions
 from hf_cachegen.codec.delta import (
     DeltaConfig,
     DeltaTables,
@@ -71,11 +71,15 @@ class DeltaProfiler:
         What the model caches.
     config
         The codec's parameters.
+    kept
+        As for :class:`~hf_cachegen.codec.base.SegmentCodec`, if the only sample is of such a
+        context.
     """
 
-    def __init__(self, layout: KVLayout, config: DeltaConfig) -> None:
+    def __init__(self, layout: KVLayout, config: DeltaConfig, kept: Tensor | None = None) -> None:
         self.layout = layout
         self.config = config
+        self._kept = kept
         self._offsets = row_offsets(layout)
         rows = self._offsets[-1]
         self._values = _Moments(rows)
@@ -135,7 +139,10 @@ class DeltaProfiler:
     def _planes(self, layer: int, tensors: Sequence[Tensor], start: int) -> Tensor:
         sinks = max(self.config.sinks - start, 0)
         rest = [tensor[:, sinks:] for tensor in tensors]
-        x = channels(self.layout, self.layout.layers[layer].tensors, rest, start + sinks)
+        positions = kept_positions(
+            self.layout, [layer], self._kept, start + sinks, rest[0].shape[1]
+        )
+        x = channels(self.layout, self.layout.layers[layer].tensors, rest, positions)
         x = x.T.contiguous()
         if not torch.isfinite(x).all():
             raise ValueError(

@@ -13,10 +13,17 @@ from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank
 from hf_cachegen.codec.planes import rows_per_stream
-from hf_cachegen.codec.rans_triton import DecodeCheck, entry_tables, launch_integers
+from hf_cachegen.codec.rans_triton import (
+    DecodeCheck,
+    PlaneBytes,
+    coded_planes,
+    entry_tables,
+    launch_planes,
+)
 from hf_cachegen.codec.rope import cos_sin
 from hf_cachegen.layout import KVLayout, RopeSpec, TensorSpec
-from hf_cachegen.triton_kernels.delta import DeltaChannels, DeltaSegment, Rotary, reconstruct
+from hf_cachegen.triton_kernels.delta import DeltaChannels, DeltaSegment, reconstruct
+from hf_cachegen.triton_kernels.pairs import Rotary
 from hf_cachegen.triton_kernels.streams import EntryTables, PlaneShape
 
 
@@ -109,24 +116,22 @@ def launch_segments(
         The bytes are not planes of these shapes.
     """
     channels = len(planes.mean)
-    shapes, places, at = [], [], 0
+    coded, places, at = [], [], 0
     for segment in segments:
         n_groups = -(-segment.tokens // planes.group) if planes.group else 0
         widths = [n_groups, segment.tokens - n_groups] if planes.group else [segment.tokens]
-        shapes += [
-            PlaneShape(channels, width, rows_per_stream(width), kind * channels)
-            for kind, width in enumerate(widths)
-        ]
+        for kind, (data, width) in enumerate(zip(segment.planes, widths, strict=True)):
+            shape = PlaneShape(channels, width, rows_per_stream(width), kind * channels)
+            coded.append(PlaneBytes(data, shape, True))
         place = (segment.tokens, segment.batch, segment.first_token, segment.first_token)
         places.append(DeltaSegment(at, at + channels * n_groups, *place))
         at += channels * segment.tokens
-    coded = [plane for segment in segments for plane in segment.planes]
-    integers, check = launch_integers(coded, shapes, planes.tables)
+    integers, check = launch_planes(coded_planes(coded), planes.tables)
     first = 0
     for spec, tensor in zip(specs, out, strict=True):
         rows = slice(first, first + spec.channels)
         vectors = (planes.mean[rows], planes.anchor_step[rows], planes.bins[rows])
-        rotary = _rotary(layout.rope(spec), tensor[0], start)
+        rotary = rotary_of(layout.rope(spec), tensor[0], start)
         reconstruct(
             integers, places, DeltaChannels(*vectors, first, channels), planes.group, rotary, tensor
         )
@@ -134,8 +139,8 @@ def launch_segments(
     return check
 
 
-def _rotary(rope: RopeSpec | None, tensor: Tensor, start: int) -> Rotary | None:
+def rotary_of(rope: RopeSpec | None, tensor: Tensor, start: int) -> Rotary | None:
+    """The rotation of a tensor ``[H, T, D]`` whose first token is at position ``start``."""
     if rope is None:
         return None
-    cos, sin = cos_sin(rope, start, tensor)
-    return Rotary(cos.T.contiguous(), sin.T.contiguous(), rope.pairing)
+    return Rotary(*cos_sin(rope, start, tensor), rope.pairing)

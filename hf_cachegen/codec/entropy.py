@@ -10,6 +10,7 @@ Integer plane, little-endian: ``u32 n | i32 escape[n] | symbol plane`` (see
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hf_cachegen.codec import bank as integers
 from hf_cachegen.codec import rans
-from hf_cachegen.codec.bank import IntegerBank, TableBank
+from hf_cachegen.codec.bank import PROB_TOTAL, IntegerBank, TableBank
 from hf_cachegen.errors import BackendUnavailable, FormatError
 
 AUTO_ORDER = ("numba", "numpy")
@@ -41,6 +42,21 @@ def available_backends() -> dict[str, str | None]:
     """Every backend's name, with None if it is usable or else the reason why it is not."""
     loaded = {name: _load(name) for name in BACKENDS}
     return {name: item if isinstance(item, str) else None for name, item in loaded.items()}
+
+
+@cache
+def warm_up() -> None:
+    """Load what the first plane of a process would wait a third of a second for."""
+    bank = IntegerBank(
+        np.array([PROB_TOTAL - 1, 1], np.uint16), np.array([0, 2], np.int32), np.zeros(1, np.int32)
+    )
+    plane = encode_integers(np.zeros((1, 1), np.int32), [0], bank, 1, backend="numpy")
+    decode_integers(plane, (1, 1), [0], bank, 1)
+
+
+def begin_warm_up() -> None:
+    """Do :func:`warm_up` in a thread of its own, while something else is waited for."""
+    threading.Thread(target=warm_up, name="hf-cachegen-warm-up").start()
 
 
 def encode_symbols(

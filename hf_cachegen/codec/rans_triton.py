@@ -1,12 +1,13 @@
 """The entropy coder for GPUs: :mod:`hf_cachegen.codec.rans` on Triton kernels.
 
 The functions of :mod:`hf_cachegen.codec.rans` take and return arrays of the host, and so wait for
-the GPU. :func:`launch_integers` leaves the integers there and does not wait.
+the GPU. :func:`launch_planes` leaves the integers there and does not wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,15 @@ from hf_cachegen.codec.rans import (
     stream_bounds,
 )
 from hf_cachegen.triton_kernels import rans as kernels
-from hf_cachegen.triton_kernels.streams import CodedPlane, EntryTables, PlaneShape
+from hf_cachegen.triton_kernels.streams import (
+    STATE_WORDS,
+    CodedPlanes,
+    EntryTables,
+    PlaneShape,
+    PlaneShapes,
+    before,
+    counted,
+)
 
 
 def encode_plane(
@@ -37,7 +46,7 @@ def encode_plane(
     """As :func:`hf_cachegen.codec.rans.encode_plane`, all streams at once."""
     check_plane(symbols.shape, rows_per_stream)
     where = torch.device(device)
-    tables = entry_tables([(bank, table_ids, len(symbols))]).to(where)
+    tables = _symbol_tables(bank, table_ids, len(symbols)).to(where)
     shape = PlaneShape(*symbols.shape, rows_per_stream)
     coded = kernels.encode_plane(torch.tensor(symbols.ravel()).to(where), shape, tables)
     if coded.flags.any():
@@ -60,10 +69,10 @@ def decode_plane(
     """As :func:`hf_cachegen.codec.rans.decode_plane`, all streams at once."""
     check_plane(shape, rows_per_stream)
     where = torch.device(device)
-    tables = entry_tables([(bank, table_ids, shape[0])]).to(where)
-    plane = _coded_plane(data, PlaneShape(*shape, rows_per_stream))
-    out = torch.empty(plane.shape.size, dtype=torch.uint8, device=where)
-    _raise_damage(kernels.decode_planes([plane], tables, out), [plane])
+    tables = _symbol_tables(bank, table_ids, shape[0]).to(where)
+    planes = coded_planes([PlaneBytes(data, PlaneShape(*shape, rows_per_stream), False)])
+    out = torch.empty(planes.shapes.size, dtype=torch.uint8, device=where)
+    DecodeCheck(kernels.decode_planes(planes, tables, out), planes)()
     return out.cpu().numpy().reshape(shape)
 
 
@@ -76,30 +85,104 @@ def entry_tables(parts: Sequence[tuple[TableBank, ArrayLike, int]]) -> EntryTabl
         As :meth:`~hf_cachegen.codec.bank.TableBank.rows`; also, a table that is used does not sum
         to 1.
     """
-    freqs, columns, begin = [], [], 0
+    freqs, columns, rows = [], [], []
+    n_freqs = n_tables = 0
     for bank, table_ids, n_rows in parts:
-        rows = bank.rows(table_ids, n_rows)
-        lo = bank.lo[rows.ids] if isinstance(bank, IntegerBank) else np.zeros(n_rows, np.int32)
+        used, table_of = np.unique(bank.rows(table_ids, n_rows).ids, return_inverse=True)
+        codes_integers = isinstance(bank, IntegerBank)
+        lo = bank.lo[used] if isinstance(bank, IntegerBank) else np.zeros_like(used)
+        first = bank.starts[used].astype(np.int64) + n_freqs
+        columns.append(np.stack([first, bank.sizes[used], lo, np.full_like(used, codes_integers)]))
+        rows.append(table_of + n_tables)
         freqs.append(bank.freqs.astype(np.int64))
-        columns.append(np.stack([rows.first + begin, rows.size, lo.astype(np.int64)]))
-        begin += len(bank.freqs)
-    first, size, lo = torch.tensor(np.concatenate(columns, axis=1))
-    return EntryTables.build(torch.tensor(np.concatenate(freqs)), first, size, lo)
+        n_freqs += len(bank.freqs)
+        n_tables += len(used)
+    first, size, lo, escapes = torch.tensor(np.concatenate(columns, axis=1))
+    return EntryTables.build(
+        torch.tensor(np.concatenate(freqs)),
+        first,
+        size,
+        lo,
+        escapes.bool(),
+        torch.tensor(np.concatenate(rows)),
+    )
 
 
-def launch_integers(
-    data: Sequence[bytes], shapes: Sequence[PlaneShape], tables: EntryTables
-) -> tuple[Tensor, DecodeCheck]:
-    """Launch the decoding of planes of integers: of many chunks at once, if they are here.
+def _symbol_tables(bank: TableBank, table_ids: ArrayLike, n_rows: int) -> EntryTables:
+    """Tables of a plane of symbols, whatever they stand for."""
+    return entry_tables([(TableBank(bank.freqs, bank.starts), table_ids, n_rows)])
+
+
+class PlaneBytes(NamedTuple):
+    """A coded plane.
+
+    Attributes
+    ----------
+    data
+        What :func:`~hf_cachegen.codec.entropy.encode_integers` or
+        :func:`~hf_cachegen.codec.entropy.encode_symbols` returned.
+    shape
+        Of the plane.
+    holds_integers
+        Which of the two it was.
+    """
+
+    data: bytes
+    shape: PlaneShape
+    holds_integers: bool
+
+
+def coded_planes(parts: Sequence[PlaneBytes]) -> CodedPlanes:
+    """What the kernels read of coded planes.
+
+    Raises
+    ------
+    FormatError
+        The bytes are not planes of these shapes.
+    """
+    shapes = PlaneShapes.of([part.shape for part in parts])
+    # All planes at once: a chunk has dozens, and each would cost as much as all of them.
+    n_bytes = torch.tensor([len(part.data) for part in parts], dtype=torch.int64)
+    _check_planes(parts, n_bytes % 2 == 0)
+    joined = np.frombuffer(bytearray().join(part.data for part in parts), "<u2")
+    words = torch.from_numpy(joined)  # of bytes that may be written: no copy, no warning
+    sizes = n_bytes // 2
+    at = before(sizes)
+    holds_integers = torch.tensor([part.holds_integers for part in parts], dtype=torch.bool)
+    n_escapes = torch.zeros_like(sizes)
+    _check_planes(parts, ~holds_integers | (sizes >= 2))
+    n_escapes[holds_integers] = _read_uint32(words, at[holds_integers])
+    head = torch.where(holds_integers, 2 + 2 * n_escapes, 0)
+    n_streams = shapes.n_streams
+    _check_planes(parts, head + 2 * n_streams <= sizes)
+    escapes_at = (at + 2).repeat_interleave(n_escapes) + 2 * counted(n_escapes)
+    first = at + head
+    counts = _read_uint32(words, first.repeat_interleave(n_streams) + 2 * counted(n_streams))
+    n_words = counts + STATE_WORDS
+    plane = torch.arange(len(parts)).repeat_interleave(n_streams)
+    total = torch.zeros_like(sizes).index_add_(0, plane, n_words)
+    _check_planes(parts, head + 2 * n_streams + total == sizes)
+    # Streams of a plane follow one another, behind its head and its counts.
+    gaps = (head + 2 * n_streams).cumsum(0)
+    end = n_words.cumsum(0) + gaps[plane]
+    return CodedPlanes(
+        shapes,
+        words,
+        torch.stack((end - n_words, end), dim=1),
+        _read_uint32(words, escapes_at).to(torch.int32),
+        n_escapes,
+    )
+
+
+def launch_planes(planes: CodedPlanes, tables: EntryTables) -> tuple[Tensor, DecodeCheck]:
+    """Launch the decoding of planes: of many chunks at once, if they are here.
 
     Parameters
     ----------
-    data
-        What :func:`hf_cachegen.codec.entropy.encode_integers` returned for each plane.
-    shapes
-        Of each.
+    planes
+        From :func:`coded_planes`.
     tables
-        On the device that decodes, from :func:`entry_tables` of :class:`IntegerBank` parts.
+        On the device that decodes, from :func:`entry_tables`.
 
     Returns
     -------
@@ -111,44 +194,43 @@ def launch_integers(
     Raises
     ------
     FormatError
-        The bytes are not planes of these shapes.
+        A stream begins with a state that there is not.
     """
-    planes = []
-    for coded, shape in zip(data, shapes, strict=True):
-        escapes, plane = split_escapes(coded)
-        planes.append(_coded_plane(plane, shape, escapes))
-    size = sum(plane.shape.size for plane in planes)
     dtype = kernels.integer_dtype(planes, tables)
-    out = torch.empty(size, dtype=dtype, device=tables.rows.device)
+    out = torch.empty(planes.shapes.size, dtype=dtype, device=tables.rows.device)
     return out, DecodeCheck(kernels.decode_planes(planes, tables, out), planes)
 
 
 class DecodeCheck:
     """What is left to check once the planes are decoded. Waits for them when called."""
 
-    def __init__(self, flags: kernels.DecodeFlags, planes: Sequence[CodedPlane]) -> None:
+    def __init__(self, flags: kernels.DecodeFlags, planes: CodedPlanes) -> None:
         self._flags = flags
-        self._planes = planes
+        self._n_escapes = planes.n_escapes
 
     def __call__(self) -> None:
-        _raise_damage(self._flags, self._planes)
+        n_streams = len(self._flags.streams)
+        found = torch.cat([self._flags.streams, self._flags.escapes]).cpu()
+        streams, surplus = found[:n_streams], found[n_streams:]
+        if streams.any():
+            raise damaged_stream(int(streams.ne(0).to(torch.uint8).argmax()))
+        if surplus.any():
+            given = self._n_escapes.cumsum(0)
+            plane = int(surplus.ne(0).to(torch.uint8).argmax())
+            check_escapes(int(given[plane] + surplus[plane]), int(given[plane]))
 
 
-def _raise_damage(flags: kernels.DecodeFlags, planes: Sequence[CodedPlane]) -> None:
-    n_streams = len(flags.streams)
-    found = torch.cat([flags.streams, flags.escapes]).cpu()
-    streams, escapes = found[:n_streams], found[n_streams:]
-    if streams.any():
-        raise damaged_stream(int(streams.ne(0).to(torch.uint8).argmax()))
-    given = torch.tensor([len(plane.escapes) for plane in planes]).cumsum(0)
-    for n_symbols, n_escapes in zip((given + escapes).tolist(), given.tolist(), strict=True):
-        check_escapes(n_symbols, n_escapes)
+def _read_uint32(words: Tensor, at: Tensor) -> Tensor:
+    """Numbers of two words each, int64."""
+    low, high = (words.view(torch.int16)[at + i].to(torch.int64) & 0xFFFF for i in range(2))
+    return low | high << 16
 
 
-def _coded_plane(
-    data: bytes, shape: PlaneShape, escapes: NDArray[np.int32] | None = None
-) -> CodedPlane:
-    bounds = stream_bounds(data, (shape.n_rows, shape.tokens), shape.rows_per_stream)
-    words = torch.tensor(np.frombuffer(data, "<u2"))
-    integers = np.empty(0, np.int32) if escapes is None else escapes
-    return CodedPlane(shape, words, torch.tensor(bounds), torch.tensor(integers))
+def _check_planes(parts: Sequence[PlaneBytes], fit: Tensor) -> None:
+    """Raise FormatError, with what is wrong with the first plane that does not ``fit``."""
+    if fit.all():
+        return
+    data, shape, holds_integers = parts[int((~fit).to(torch.uint8).argmax())]
+    plane = split_escapes(data)[1] if holds_integers else data
+    stream_bounds(plane, (shape.n_rows, shape.tokens), shape.rows_per_stream)
+    raise AssertionError("expected a plane that does not fit to be refused")

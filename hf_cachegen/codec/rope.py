@@ -18,26 +18,36 @@ from torch import Tensor
 from hf_cachegen.layout import RopeSpec
 
 
-def rotate(x: Tensor, spec: RopeSpec, start: int) -> Tensor:
-    """Rotate ``x`` ``[H, T, D]`` of tokens start, start + 1, ...; returns float32."""
-    cos, sin = cos_sin(spec, start, x)
+def rotate(x: Tensor, spec: RopeSpec, positions: int | Tensor) -> Tensor:
+    """Rotate ``x`` ``[H, T, D]``; returns float32.
+
+    ``positions`` is that of the first of consecutive tokens, or those of all, ``[T]`` or
+    ``[H or 1, T]``.
+    """
+    cos, sin = cos_sin(spec, positions, x)
     a, b = _pairs(x, spec)
     return _join(x, spec, a * cos - b * sin, b * cos + a * sin)
 
 
-def unrotate(x: Tensor, spec: RopeSpec, start: int) -> Tensor:
+def unrotate(x: Tensor, spec: RopeSpec, positions: int | Tensor) -> Tensor:
     """Inverse of :func:`rotate`; takes any float dtype, returns float32."""
-    cos, sin = cos_sin(spec, start, x)
+    cos, sin = cos_sin(spec, positions, x)
     cos, sin = cos / spec.attention_scaling**2, sin / spec.attention_scaling**2
     a, b = _pairs(x, spec)
     return _join(x, spec, a * cos + b * sin, b * cos - a * sin)
 
 
-def cos_sin(spec: RopeSpec, start: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scaled cos and sin ``[T, len(inv_freq)]`` as transformers computes them: in float32."""
-    inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=x.device)
-    positions = torch.arange(start, start + x.shape[-2], dtype=torch.float32, device=x.device)
-    angles = torch.outer(positions, inv_freq)
+def cos_sin(spec: RopeSpec, positions: int | Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scaled cos and sin ``[..., T, len(inv_freq)]`` as transformers computes them: in float32.
+
+    ``positions`` as for :func:`rotate`.
+    """
+    # On a GPU behind what is queued there, without waiting for it.
+    inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32)
+    inv_freq = inv_freq.to(x.device, non_blocking=x.is_cuda)
+    if not isinstance(positions, Tensor):
+        positions = torch.arange(positions, positions + x.shape[-2], device=x.device)
+    angles = positions.to(x.device, torch.float32)[..., None] * inv_freq
     return angles.cos() * spec.attention_scaling, angles.sin() * spec.attention_scaling
 
 

@@ -47,7 +47,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +57,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_cachegen.codec.bank import TableBank, normalise_counts
-from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.channels import channels, store_channels
 from hf_cachegen.codec.entropy import (
     decode_integers,
@@ -63,11 +64,18 @@ from hf_cachegen.codec.entropy import (
     encode_integers,
     encode_symbols,
 )
-from hf_cachegen.codec.exact import read_tensors, tensor_bytes
+from hf_cachegen.codec.exact import tensor_bytes
+from hf_cachegen.codec.gpu import PerDevice
 from hf_cachegen.codec.importance import Importance, importance_features
+from hf_cachegen.codec.kernel_codec import CodedPart, KernelCodec
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.codec.scale_classes import UNIFORM, classify, n_coded
-from hf_cachegen.codec.transform_matrices import settle_threads, synthesise
+from hf_cachegen.codec.transform_matrices import (
+    Coefficients,
+    product_dtype,
+    settle_threads,
+    synthesise,
+)
 from hf_cachegen.codec.transform_tables import (
     REFINEMENT,
     TransformTables,
@@ -75,6 +83,10 @@ from hf_cachegen.codec.transform_tables import (
 )
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout
+
+if TYPE_CHECKING:
+    from hf_cachegen.codec.rans_triton import DecodeCheck
+    from hf_cachegen.codec.transform_triton import TransformGroup
 
 LARGEST = 2.0**30
 """Largest magnitude of a coded integer."""
@@ -84,7 +96,7 @@ ROWS_PER_PRODUCT = 256
 and a coefficient at the edge of a bin would then not lie in the bins of the levels below."""
 
 
-class TransformCodec(SegmentCodec):
+class TransformCodec(KernelCodec):
     """One level of ``transform``.
 
     Parameters
@@ -97,6 +109,8 @@ class TransformCodec(SegmentCodec):
         0, or how many refinements of it.
     importance
         How the encoder tells tokens apart; a decoder does not need it.
+    kept
+        As for :class:`~hf_cachegen.codec.base.SegmentCodec`.
     """
 
     name = "transform"
@@ -107,44 +121,37 @@ class TransformCodec(SegmentCodec):
         tables: TransformTables,
         level: int,
         importance: Importance | None = None,
+        kept: Tensor | None = None,
     ) -> None:
-        super().__init__(layout)
+        super().__init__(layout, kept)
         self.config = tables.config
         self.level = level
         self.importance = importance or Importance()
         self._tables = tables
         self._groups = layer_groups(layout, tables.config.group)
         self._group_of = {group.start: index for index, group in enumerate(self._groups)}
+        self._on_gpu: PerDevice[TransformGroup] = PerDevice()
 
     def members(self, layer: int) -> Sequence[int]:
         return self._groups[self._group_of[layer]] if layer in self._group_of else ()
 
     def encode(self, layer: int, tensors: Sequence[Tensor], start: int) -> bytes:
-        self.check_tensors(layer, tensors)
-        sinks = self._sinks(start, tensors[0].shape[1])
-        parts = [tensor_bytes(tensor[:, :sinks]) for tensor in tensors] if self.level == 0 else []
-        planes = self._quantise(layer, [tensor[:, sinks:] for tensor in tensors], start + sinks)
-        if self.level == 0 and planes:
-            coded = _encode_exponents(planes, self.config.max_exponent)
-            parts.append(struct.pack("<I", len(coded)) + coded)
-        for plane in planes:
-            for coded in self._encode_plane(layer, plane):
-                parts.append(struct.pack("<I", len(coded)) + coded)
-        return b"".join(parts)
+        return encode_ladder([self], layer, tensors, start)[0]
 
-    def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
-        self.check_tensors(layer, out)
-        reader = ByteReader(data, f"transform segments of layer {layer}")
-        sinks = self._sinks(start, out[0].shape[1])
-        read_tensors(reader, [tensor[:, :sinks] for tensor in out])
-        tokens = out[0].shape[1] - sinks
-        if tokens:
-            coefficients = self._decode_coefficients(reader, layer, tokens)
-            table = self._tables.groups[self._group_of[layer]]
-            x = synthesise(table, self._widths(layer), coefficients, tokens, out[0].device)
-            rest = [tensor[:, sinks:] for tensor in out]
-            store_channels(self.layout, self.specs(layer), x, rest, start + sinks)
-        reader.finish()
+    def _decode_rest(
+        self, reader: ByteReader, layer: int, out: Sequence[Tensor], start: int
+    ) -> None:
+        tokens = out[0].shape[1]
+        x = synthesise(
+            self._tables.groups[self._group_of[layer]],
+            self._widths(layer),
+            self._decode_coefficients(reader, layer, tokens),
+            tokens,
+            out[0].device,
+            product_dtype(self.dtype),
+        )
+        positions = self.positions(layer, start, tokens)
+        store_channels(self.layout, self.specs(layer), x, out, positions)
 
     def coded_planes(
         self, layer: int, tensors: Sequence[Tensor], start: int
@@ -153,8 +160,10 @@ class TransformCodec(SegmentCodec):
         sinks = self._sinks(start, tensors[0].shape[1])
         for plane in self._quantise(layer, [t[:, sinks:] for t in tensors], start + sinks):
             classes, low_bits, below = self._rows(layer, plane.exponent, self.level)
-            integers = plane.q[below:] >> low_bits[below:, None]
-            yield CodedPlane(classes, low_bits, integers, _thirds(plane.q[:below]))
+            q = self._nested(layer, plane)
+            yield CodedPlane(
+                classes, low_bits, q[below:] >> low_bits[below:, None], _thirds(q[:below])
+            )
 
     def _sinks(self, start: int, tokens: int) -> int:
         return min(max(self.config.sinks - start, 0), tokens)
@@ -177,9 +186,13 @@ class TransformCodec(SegmentCodec):
         return classes, low_bits if level == 0 else np.zeros_like(low_bits), below
 
     def _quantise(self, layer: int, tensors: Sequence[Tensor], start: int) -> list[_Plane]:
-        """The coefficients of tokens after the sinks, by exponent."""
+        """The coefficients that this level codes, of tokens after the sinks, by exponent.
+
+        In steps of the last level, whichever this is.
+        """
         group = self._group_of[layer]
-        x = channels(self.layout, self.specs(layer), tensors, start)
+        positions = self.positions(layer, start, tensors[0].shape[1])
+        x = channels(self.layout, self.specs(layer), tensors, positions)
         if not torch.isfinite(x).all():
             raise ValueError(
                 f"layer {layer}: the cache holds NaN or infinity, which `transform` cannot "
@@ -208,10 +221,14 @@ class TransformCodec(SegmentCodec):
                     f"layer {layer}: the cache holds a value {LARGEST:.0e} steps away from all "
                     "that was profiled, which `transform` cannot represent; use `lossless`"
                 )
-            coarse = REFINEMENT ** (finest - self.level)
-            nested = torch.div(q.int() + coarse // 2, coarse, rounding_mode="floor")
-            planes.append(_Plane(int(exponent), columns, nested.cpu().numpy()))
+            planes.append(_Plane(int(exponent), columns, q.int().cpu().numpy()))
         return planes
+
+    def _nested(self, layer: int, finest: _Plane) -> NDArray[np.int32]:
+        """The integers of this level's coefficients, whose bins are made of those of the last."""
+        rows = n_coded(self._sigma(layer), self.config.scale(self.level, finest.exponent))
+        coarse = REFINEMENT ** (self.config.levels - 1 - self.level)
+        return (finest.q[:rows] + coarse // 2) // coarse
 
     def _exponents(self, layer: int, tensors: Sequence[Tensor], start: int) -> NDArray[np.int64]:
         """log_sqrt2 of each token's w."""
@@ -229,6 +246,13 @@ class TransformCodec(SegmentCodec):
         limit = self.config.max_exponent
         return torch.nan_to_num(exponents).clamp(-limit, limit).long().numpy()
 
+    def _encode_planes(self, layer: int, planes: Sequence[_Plane]) -> Iterator[bytes]:
+        """Everything of a segment but the sinks, in parts."""
+        if self.level == 0 and planes:
+            yield _encode_exponents(planes, self.config.max_exponent)
+        for plane in planes:
+            yield from self._encode_plane(layer, replace(plane, q=self._nested(layer, plane)))
+
     def _encode_plane(self, layer: int, plane: _Plane) -> tuple[bytes, bytes]:
         classes, low_bits, below = self._rows(layer, plane.exponent, self.level)
         q, rows = plane.q, rows_per_stream(len(plane.columns))
@@ -243,27 +267,45 @@ class TransformCodec(SegmentCodec):
 
     def _decode_coefficients(
         self, reader: ByteReader, layer: int, tokens: int
-    ) -> list[tuple[float, NDArray[np.int64], NDArray[np.int32]]]:
-        """(step * w, columns, integers) by exponent."""
-        coded = reader.take(reader.unpack("<I")[0])
-        exponents = _decode_exponents(coded, tokens, self.config.max_exponent)
-        planes = [
-            _Plane(int(exponent), np.flatnonzero(exponents == exponent), np.empty((0, 0), np.int32))
-            for exponent in np.unique(exponents)
-        ]
-        for level in range(self.level + 1):
-            planes = [self._decode_plane(reader, layer, plane, level) for plane in planes]
+    ) -> list[Coefficients]:
+        """By exponent."""
         return [
-            (self.config.scale(self.level, plane.exponent), plane.columns, plane.q)
-            for plane in planes
+            Coefficients(
+                self.config.scale(self.level, coded.exponent),
+                coded.columns,
+                self._decode_plane(layer, coded),
+            )
+            for coded in self._read_planes(reader, tokens)
         ]
 
-    def _decode_plane(self, reader: ByteReader, layer: int, plane: _Plane, level: int) -> _Plane:
-        """A plane as a level refines it."""
-        classes, low_bits, below = self._rows(layer, plane.exponent, level)
-        tokens = len(plane.columns)
+    def _read_planes(self, reader: ByteReader, tokens: int) -> list[CodedTokens]:
+        """What is coded of the tokens of each exponent that occurs."""
+        coded = reader.take(reader.unpack("<I")[0])
+        exponents = _decode_exponents(coded, tokens, self.config.max_exponent)
+        found = [
+            CodedTokens(int(exponent), np.flatnonzero(exponents == exponent), [])
+            for exponent in np.unique(exponents)
+        ]
+        for _ in range(self.level + 1):
+            for part in found:
+                first, second = (reader.take(reader.unpack("<I")[0]) for _ in range(2))
+                part.levels.append((first, second))
+        return found
+
+    def _decode_plane(self, layer: int, coded: CodedTokens) -> NDArray[np.int32]:
+        q = np.empty((0, len(coded.columns)), np.int32)
+        for level in range(len(coded.levels)):
+            q = self._decode_level(layer, coded, level, q)
+        return q
+
+    def _decode_level(
+        self, layer: int, coded_tokens: CodedTokens, level: int, coarse: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """Integers as a level refines them."""
+        classes, low_bits, below = self._rows(layer, coded_tokens.exponent, level)
+        tokens = len(coded_tokens.columns)
         rows = rows_per_stream(tokens)
-        first, second = (reader.take(reader.unpack("<I")[0]) for _ in range(2))
+        first, second = coded_tokens.levels[level]
         shape = (len(classes) - below, tokens)
         coded = second if level else first
         q = decode_integers(coded, shape, classes[below:], self._tables.classes, rows)
@@ -271,12 +313,78 @@ class TransformCodec(SegmentCodec):
             thirds = decode_symbols(
                 first, (below, tokens), classes[:below], self._tables.thirds, rows
             )
-            q = np.concatenate((_refine(plane.q, thirds), q))
+            q = np.concatenate((_refine(coarse, thirds), q))
         else:
             n_low = int(np.count_nonzero(low_bits))
             low = decode_symbols(second, (n_low, tokens), low_bits[:n_low], UNIFORM, rows)
             q[:n_low] = (q[:n_low] << low_bits[:n_low, None]) | low
-        return _Plane(plane.exponent, plane.columns, q)
+        return q
+
+    def _launch(
+        self, layer: int, parts: Sequence[CodedPart], out: Sequence[Tensor], start: int
+    ) -> DecodeCheck:
+        from hf_cachegen.codec import transform_triton as gpu
+
+        segments = [
+            gpu.CodedSegment(planes, tokens, first_token=first) for planes, tokens, first in parts
+        ]
+        group, batch = self._gpu_group(layer, out[0].device), [tensor[None] for tensor in out]
+        return gpu.launch_segments(group, self.layout, self.specs(layer), segments, batch, start)
+
+    def _gpu_group(self, layer: int, device: torch.device) -> TransformGroup:
+        from hf_cachegen.codec import transform_triton as gpu
+
+        group, widths = self._group_of[layer], self._widths(layer)
+        return self._on_gpu.get(
+            layer,
+            device,
+            lambda: gpu.TransformGroup.build(
+                self._tables,
+                self._tables.synthesis.get(group, widths, device),
+                self.level,
+                partial(self._rows, layer),
+            ),
+        )
+
+
+def encode_ladder(
+    codecs: Sequence[TransformCodec], layer: int, tensors: Sequence[Tensor], start: int
+) -> list[bytes]:
+    """Encode a segment at several levels of one table and importance: the segment of each.
+
+    Other parameters and errors as for :meth:`SegmentCodec.encode`. What costs most, the product
+    that gives the coefficients, is done once.
+    """
+    finest = max(codecs, key=lambda codec: codec.level)
+    finest.check_tensors(layer, tensors)
+    sinks = finest._sinks(start, tensors[0].shape[1])
+    exact = [tensor_bytes(tensor[:, :sinks]) for tensor in tensors]
+    planes = finest._quantise(layer, [tensor[:, sinks:] for tensor in tensors], start + sinks)
+    segments = []
+    for codec in codecs:
+        parts = [] if codec.level else list(exact)
+        for coded in codec._encode_planes(layer, planes):
+            parts.append(struct.pack("<I", len(coded)) + coded)
+        segments.append(b"".join(parts))
+    return segments
+
+
+class CodedTokens(NamedTuple):
+    """What a segment holds of the tokens that share a step.
+
+    Attributes
+    ----------
+    exponent
+        log_sqrt2 of their w.
+    columns
+        int64 [T']: which of the segment's they are.
+    levels
+        The two planes of each level, coarse to fine.
+    """
+
+    exponent: int
+    columns: NDArray[np.int64]
+    levels: list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)

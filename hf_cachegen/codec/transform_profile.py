@@ -26,6 +26,7 @@ from hf_cachegen.codec.importance import importance_features
 from hf_cachegen.codec.integer_tables import LIMIT, build_integer_bank, integer_bits
 from hf_cachegen.codec.scale_classes import CLASS_RATIOS, LOWEST_RATIO, N_CLASSES
 from hf_cachegen.codec.transform import TransformCodec
+from hf_cachegen.codec.transform_matrices import LARGE_STEPS
 from hf_cachegen.codec.transform_tables import (
     REFINEMENT,
     THIRDS_STARTS,
@@ -37,7 +38,7 @@ from hf_cachegen.codec.transform_tables import (
 )
 from hf_cachegen.layout import KVLayout, TensorSpec
 
-FINEST_EXPONENT = 1
+FINEST_EXPONENT = 2
 """Coefficients that only tokens with a finer w would code are not stored: few tokens have one."""
 
 SMALLEST_SENSITIVITY = 1e-20
@@ -213,7 +214,7 @@ class TransformProfiler:
         coefficient_scale = basis.abs().amax(1) / 127
         exact = basis / coefficient_scale[:, None]
         rounded = exact.round()
-        fine = int((sigma[:kept] >= self.config.step).sum())
+        fine = int((sigma[:kept] >= LARGE_STEPS * self.config.steps[-1]).sum())
         low = ((exact - rounded)[:fine] * 256).round().clamp(-128, 127)
         packed = [triangle[*torch.tril_indices(*triangle.shape)] for triangle in stored]
         return GroupTables(

@@ -12,17 +12,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank, TableBank
 from hf_cachegen.codec.integer_tables import BANK_FIELDS, bank_from_arrays, bank_to_arrays
 from hf_cachegen.codec.scale_classes import N_CLASSES
-from hf_cachegen.codec.transform_matrices import AnalysisMatrices
+from hf_cachegen.codec.transform_matrices import (
+    GroupMatrices,
+    SynthesisMatrix,
+    analysis_matrix,
+    synthesis_matrix,
+)
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, Record, TensorSpec
 
 REFINEMENT = 3
 """A quantiser with a bin at zero nests in one whose step is an odd number of times larger."""
-
 
 THIRDS_STARTS = np.arange(0, N_CLASSES * REFINEMENT + 1, REFINEMENT, dtype=np.int32)
 """Tables of the refinement in their bank: three symbols a scale class."""
@@ -51,10 +56,10 @@ class TransformConfig(Record):
     """
 
     group: int = Field(default=5, ge=1, le=64)
-    step: float = Field(default=2e-4, gt=0)
-    levels: int = Field(default=4, ge=1, le=8)
+    step: float = Field(default=3e-4, gt=0)
+    levels: int = Field(default=5, ge=1, le=8)
     ridge: float = Field(default=0.01, gt=0)
-    importance_power: float = Field(default=0.6, ge=0)
+    importance_power: float = Field(default=0.8, ge=0)
     max_exponent: int = Field(default=6, ge=0, le=16)
     sinks: int = Field(default=1, ge=0, le=64)
 
@@ -156,9 +161,14 @@ class TransformTables:
     rates: NDArray[np.float32]
 
     @cached_property
-    def analysis(self) -> AnalysisMatrices:
+    def analysis(self) -> GroupMatrices[Tensor]:
         """The encoder's matrices."""
-        return AnalysisMatrices(self.groups)
+        return GroupMatrices(self.groups, analysis_matrix)
+
+    @cached_property
+    def synthesis(self) -> GroupMatrices[SynthesisMatrix]:
+        """A GPU decoder's matrices."""
+        return GroupMatrices(self.groups, synthesis_matrix)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Named arrays for a safetensors file."""

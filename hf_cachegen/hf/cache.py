@@ -10,35 +10,54 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
-from hf_cachegen.artifact import Artifact, check_identity
+from hf_cachegen.artifact import Artifact, Manifest, check_identity
+from hf_cachegen.codec.entropy import begin_warm_up
 from hf_cachegen.errors import PromptMismatch, UnsupportedError
 from hf_cachegen.hf.codecs import LevelCodecs, TableSource
-from hf_cachegen.hf.compat import cache_argument, native_layers, running_device
+from hf_cachegen.hf.compat import (
+    cache_argument,
+    keeps_states,
+    native_layers,
+    running_device,
+    runs_one_by_one,
+    token_layers,
+)
+from hf_cachegen.hf.counting import CountsTokens
 from hf_cachegen.hf.describe import expected_identity
 from hf_cachegen.hf.guard import guard_generate
 from hf_cachegen.hf.hub import push_artifact
 from hf_cachegen.hf.incoming import Incoming
-from hf_cachegen.hf.layers import StreamedLayer, StreamedSlidingLayer
+from hf_cachegen.hf.layers import StreamedLayer, StreamedPrunedLayer, StreamedSlidingLayer
 from hf_cachegen.hf.policies import resolve_policy
+from hf_cachegen.hf.pruning import check_prunable, complete_from, kept_positions
 from hf_cachegen.hf.saving import one_sequence, save_extended
+from hf_cachegen.hf.state_layers import StreamedLayerWithState, StreamedStateLayer
 from hf_cachegen.stores import open_store
 from hf_cachegen.streaming.controller import Policy
 from hf_cachegen.streaming.steps import StreamStep
 from hf_cachegen.tables import ModelTable
 
 
-class CompressedStreamingCache(Cache):
+class CompressedStreamingCache(CountsTokens):
     """The KV cache of a published context, decoded layer by layer while it arrives.
 
     Construction returns at once; a background thread fetches chunks while others decode. Each layer
     waits for its own tensors when attention first needs them; chunks that the policy chose as text
     are recomputed by then, in the thread that waits. Afterwards the cache behaves like a
-    ``DynamicCache``: it grows, crops, reorders, repeats and copies.
+    ``DynamicCache``: it grows, crops, reorders, repeats and copies. Recurrent and convolutional
+    states arrive first, exact at any level, and cannot be cropped. Of a context from which tokens
+    were evicted, it has the length of the whole, so that new tokens get the positions after it.
 
     Create one with :meth:`from_pretrained`.
 
@@ -64,7 +83,8 @@ class CompressedStreamingCache(Cache):
     TableMismatch
         ``tables`` is not the table that the artefact was encoded with.
     UnsupportedError
-        The model caches something this class cannot hold, or cannot recompute what is to be.
+        The model caches something this class cannot hold, or cannot recompute what is to be, or
+        cannot do without tokens that were evicted.
     """
 
     def __init__(
@@ -77,8 +97,10 @@ class CompressedStreamingCache(Cache):
         *,
         started_at: float | None = None,
     ) -> None:
-        manifest = artifact.manifest
+        manifest, kept = artifact.manifest, artifact.read_kept()
         check_identity(expected_identity(model, manifest.identity), manifest.identity)
+        if kept is not None:
+            check_prunable(model)
         self.artifact = artifact
         self.token_ids: Tensor = torch.from_numpy(artifact.token_ids.copy()).long()
         self._cache_argument = cache_argument(model)
@@ -86,23 +108,44 @@ class CompressedStreamingCache(Cache):
         self._device = running_device(model)
         identity = manifest.identity
         self._codecs = LevelCodecs(
-            manifest.levels, identity.layout, identity.table, artifact.store, tables, hub_options
+            manifest.levels,
+            identity.layout,
+            identity.table,
+            artifact.store,
+            tables,
+            hub_options,
+            kept=kept_positions(kept),
         )
-        layers = [
-            StreamedSlidingLayer(sliding_window=native.sliding_window)
-            if isinstance(native, DynamicSlidingWindowLayer)
-            else StreamedLayer()
-            for native in native_layers(model)
-        ]
+        layers = [_streamed(native, pruned=kept is not None) for native in native_layers(model)]
         super().__init__(layers=layers)
+        self.one_by_one = runs_one_by_one(model)
         self._incoming = Incoming(artifact, model, policy, self._codecs, self.token_ids, started_at)
         self._stream = self._incoming.stream
-        for index, layer in enumerate(layers):
-            first = self._incoming.first_token(index)
-            layer.attach(self._incoming.loading(index), manifest.tokens.n, first)
+        try:
+            self._attach(manifest, kept)
+        except BaseException:
+            self._stream.close()
+            raise
         self._known_length = manifest.tokens.n
         guard_generate(model)
         self._prompt_length: int | None = None
+
+    def _attach(self, manifest: Manifest, kept: NDArray[np.bool_] | None) -> None:
+        """Tell every layer where its tensors and states come from."""
+        self._token_layers = token_layers(self.layers)
+        n_tokens = manifest.tokens.n
+        complete = None if kept is None else complete_from(kept, manifest.n_layers)
+        for place, index in enumerate(self._token_layers):
+            loading, layer = self._incoming.loading(place), self.layers[index]
+            if complete is None:
+                layer.attach(loading, n_tokens, self._incoming.first_token(place))
+            else:
+                layer.attach(loading, n_tokens, n_tokens - manifest.n_cached, complete[place])
+        for index, layer in enumerate(self.layers):
+            if keeps_states(layer):
+                load, device = self._incoming.loading_states(index), self._incoming.devices[index]
+                layer.attach_states(load, device, one_by_one=self.one_by_one)
+        self._n_tokens = None if self._token_layers else n_tokens
 
     @classmethod
     def from_pretrained(
@@ -137,7 +180,8 @@ class CompressedStreamingCache(Cache):
             ``"robust"`` (a bounded probability to be late, and chunks recomputed from text while
             others travel), ``"layered"`` (the coarsest level of everything first, then refinements
             until the time is up), ``"text"`` (no fetching), ``"fixed:<level>"``, or an object. By
-            default ``"robust"`` if there is a target.
+            default, if there is a target, ``"layered"`` for levels that refine each other, else
+            ``"robust"``.
         ttft_target_s
             Seconds from this call to the first token.
         tables
@@ -157,6 +201,7 @@ class CompressedStreamingCache(Cache):
             An argument is wrong; the message lists what there is.
         """
         started_at = time.monotonic()
+        begin_warm_up()  # while the first bytes are on their way
         hub_options = {
             "token": token,
             "cache_dir": cache_dir,
@@ -187,6 +232,23 @@ class CompressedStreamingCache(Cache):
         """
         return self._known_length
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a layer keeps a recurrent or convolutional state, which cannot be cropped."""
+        return any(keeps_states(layer) for layer in self.layers)
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether tokens of the context were evicted before it was published."""
+        return any(isinstance(layer, StreamedPrunedLayer) for layer in self.layers)
+
+    @property
+    def uncroppable_part(self) -> str:
+        """What cannot give up tokens, where something cannot."""
+        if self.keeps_states:
+            return "states"
+        return "pruned layers" if self.is_pruned else "sliding windows"
+
     def inputs(
         self,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -216,7 +278,8 @@ class CompressedStreamingCache(Cache):
         ------
         PromptMismatch
             ``previous`` does not start with the cached context, or is shorter than the cache; or
-            the cache would have to give up tokens that a sliding window has replaced already.
+            the cache would have to give up tokens that a sliding window has replaced already, or
+            that are in its states.
         """
         if (question is not None) + (input_ids is not None) > 1:
             raise ValueError("expected question or input_ids, got both")
@@ -250,11 +313,11 @@ class CompressedStreamingCache(Cache):
                 f"{cached} that are cached, as assisted decoding does; give it the new tokens, "
                 f"input_ids[:, {cached}:], with the attention mask of all"
             )
-        begins = layer_idx == 0 and self.layers[0].is_pending
+        begins = layer_idx == self._token_layers[0] and self.layers[layer_idx].is_pending
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if begins:
             self._incoming.begin_pass()
-        if layer_idx == len(self.layers) - 1:
+        if layer_idx == self._token_layers[-1]:
             n_tokens = key_states.shape[-2]
             self._incoming.end_pass(self.get_seq_length() - n_tokens, n_tokens)
         return states
@@ -347,16 +410,16 @@ class CompressedStreamingCache(Cache):
             raise ValueError(f"expected at most 0, got {tokens_to_remove}: -n removes n tokens")
         if not all(layer.can_crop(tokens_to_remove) for layer in self.layers):
             raise RuntimeError(
-                f"cannot remove {-tokens_to_remove} tokens: a sliding window no longer holds what "
-                "came before them; call activate_past_recording() before the cache is used"
+                f"cannot remove {-tokens_to_remove} tokens: " + _UNCROPPABLE[self.uncroppable_part]
             )
         super().crop(tokens_to_remove)
         self._known_length = min(self._known_length, self.get_seq_length())
         self.history = self.history[: self.get_seq_length()]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         for layer in self.layers:
-            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+            keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
+            yield keys, values, getattr(layer, "_sliding_window_tensor", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedStreamingCache:
         self.wait()
@@ -372,9 +435,10 @@ class CompressedStreamingCache(Cache):
         excess = self.get_seq_length() - length
         if excess > 0 and not all(layer.can_crop(-excess) for layer in self.layers):
             raise PromptMismatch(
-                f"the cache holds {excess} tokens more than this prompt can reuse, and its sliding "
-                "windows cannot give them up; pass previous= to continue the conversation, or use "
-                "a fresh cache (or copy.deepcopy of one) for each question"
+                f"the cache holds {excess} tokens more than this prompt can reuse, and its "
+                f"{self.uncroppable_part} cannot give them up; pass "
+                "at least one new token, previous= to continue the conversation, or use a fresh "
+                "cache (or copy.deepcopy of one) for each question"
             )
         if excess > 0:
             self.crop(-excess)
@@ -390,3 +454,26 @@ class CompressedStreamingCache(Cache):
                 + (f" that differ at position {int(differing[0])}" if len(differing) else "")
             )
         return ids
+
+
+_UNCROPPABLE = {
+    "states": "there are no recurrent or convolutional states of before them; load the context "
+    "again, or use a copy.deepcopy(cache) for what is to be undone",
+    "pruned layers": "not every layer and head has kept what came right before them; load the "
+    "context again, or use a copy.deepcopy(cache) for what is to be undone",
+    "sliding windows": "a sliding window no longer holds what came before them; call "
+    "activate_past_recording() before the cache is used",
+}
+
+
+def _streamed(native: Any, *, pruned: bool) -> Any:
+    """The streamed layer that stands in for a native one."""
+    if pruned:
+        return StreamedPrunedLayer()
+    if isinstance(native, LinearAttentionAndFullAttentionLayer):
+        return StreamedLayerWithState(native.number_of_states)
+    if isinstance(native, LinearAttentionLayer):
+        return StreamedStateLayer(native.number_of_states)
+    if isinstance(native, DynamicSlidingWindowLayer):
+        return StreamedSlidingLayer(sliding_window=native.sliding_window)
+    return StreamedLayer()

@@ -10,7 +10,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_cachegen.hf.compat import cache_argument, new_cache, running_device, text_config
+from hf_cachegen.codec.entropy import warm_up
+from hf_cachegen.hf.compat import (
+    cache_argument,
+    new_cache,
+    running_device,
+    text_config,
+    token_layers,
+)
 from hf_cachegen.streaming.rates import MachineRates, PrefillCost
 
 SHORT_TOKENS = 16
@@ -30,7 +37,7 @@ def machine_rates(model: PreTrainedModel) -> MachineRates:
 
 
 def calibrate(model: PreTrainedModel) -> MachineRates:
-    """Measure how fast a model prefills, unless that is known.
+    """Measure how fast a model prefills, unless that is known, and load the entropy coder.
 
     It takes four short passes, somewhat over half a second. The first cache that is streamed under
     a target does it; a service does it before, so that no user waits for it.
@@ -41,6 +48,7 @@ def calibrate(model: PreTrainedModel) -> MachineRates:
         The model, where it will run.
     """
     rates = machine_rates(model)
+    warm_up()  # which would disturb the measurement if it went on meanwhile
     if rates.prefill is None:
         rates.prefill = _measure(model)
     return rates
@@ -57,7 +65,7 @@ def _measure(model: PreTrainedModel) -> PrefillCost:
     n_late = n_long // 2
     cache = new_cache(model)
     long_s = _pass(model, cache, n_long)
-    for layer in cache.layers:
+    for layer in (cache.layers[index] for index in token_layers(cache.layers)):
         repeats = (1, 1, min(PAST_TOKENS, end - n_late) // n_long - 1, 1)
         layer.update(layer.keys.repeat(repeats), layer.values.repeat(repeats))
     past = cache.get_seq_length()

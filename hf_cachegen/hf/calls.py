@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_cachegen.errors import PromptMismatch, UnsupportedError
-from hf_cachegen.hf.compat import longrope_limit, text_config
+from hf_cachegen.hf.compat import longrope_limit, prefills_in_pieces, text_config
 from hf_cachegen.hf.families import SLOT_POSITION_MODELS
 
 ASSISTED_OPTIONS = (
@@ -40,6 +40,16 @@ class StreamedCache(Protocol):
     history: Tensor
     """What is known of all cached ids; set here, and cut by the cache when it is cropped."""
     layers: list[Any]
+    one_by_one: bool
+    """Whether the model goes on from the cache only if it is given new tokens one by one."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a layer keeps a recurrent or convolutional state."""
+
+    @property
+    def uncroppable_part(self) -> str:
+        """What cannot give up tokens, where something cannot."""
 
     @property
     def known_length(self) -> int:
@@ -71,6 +81,8 @@ class GenerateCall:
         Sequences that the model runs on: the batch times beams or returned sequences.
     assisted
         Whether several guessed tokens are checked at once.
+    in_pieces
+        Whether the prompt is run in pieces.
     use_cache
         Whether ``generate()`` goes on with the cache after its first pass.
     max_new_tokens
@@ -82,6 +94,7 @@ class GenerateCall:
     attention_mask: Tensor | None
     rows: int
     assisted: bool
+    in_pieces: bool
     use_cache: bool
     max_new_tokens: int
 
@@ -105,6 +118,7 @@ class GenerateCall:
             attention_mask=arguments.get("attention_mask"),
             rows=batch * copies,
             assisted=any(option(name) for name in ASSISTED_OPTIONS),
+            in_pieces=option("prefill_chunk_size") is not None,
             use_cache=option("use_cache") is not False,
             max_new_tokens=option("max_new_tokens") or option("max_length") or DEFAULT_NEW_TOKENS,
         )
@@ -157,10 +171,20 @@ def check_call(cache: StreamedCache, call: GenerateCall, model: PreTrainedModel)
     past = cache.get_seq_length()
     if not call.use_cache:
         raise ValueError("generate() has use_cache=False and a cache; pass use_cache=True")
+    if call.in_pieces and not prefills_in_pieces():
+        raise UnsupportedError(
+            "with prefill_chunk_size this version of transformers runs the whole prompt again on "
+            "top of a filled cache; leave it out, or upgrade transformers"
+        )
     if call.length == 0:
         raise PromptMismatch(f"generate() is given a cache and no prompt; {RIGHT_CALL}")
     if call.attention_mask is not None:
         _check_mask(cache, call.attention_mask, model)
+    if call.assisted and not all(layer.is_croppable for layer in cache.layers):
+        raise UnsupportedError(
+            "assisted decoding takes back tokens that were guessed wrong, which recurrent states "
+            "cannot; call generate() without it"
+        )
     if call.mask_length == past + call.length and call.inputs_embeds is None:
         _check_rotation(model, past, past + call.length + call.max_new_tokens, whole=False)
     elif call.mask_length == call.length:
@@ -181,6 +205,11 @@ def check_call(cache: StreamedCache, call: GenerateCall, model: PreTrainedModel)
             )
             + f"; got {call.mask_length} for {call.length} tokens on {past} that are cached"
         )
+    if cache.one_by_one and call.inputs_embeds is not None:
+        raise UnsupportedError(
+            "this model goes on from a cache only if it is given new tokens one by one, which "
+            "generate() cannot do with embeddings; pass ids"
+        )
     _fit_rows(cache, call.rows)
 
 
@@ -197,15 +226,22 @@ def _check_prompt(
             f"all; {RIGHT_CALL}"
         )
     if call.length < past:
+        removed = past - call.length + 1
         raise PromptMismatch(
             f"the prompt has {call.length} tokens and the cache {past}: pass the whole prompt, or "
-            f"cache.crop({call.length - past - 1}) first; {RIGHT_CALL}"
+            + (
+                f"cache.crop({-removed}) first"
+                if all(layer.can_crop(-removed) for layer in cache.layers)
+                else f"load a shorter context, since {cache.uncroppable_part} cannot be cropped"
+            )
+            + f"; {RIGHT_CALL}"
         )
     if call.length == past:
         if not all(layer.can_crop(-1) for layer in cache.layers):
             raise PromptMismatch(
-                f"the prompt ends with the {past} tokens that are cached, and a sliding window "
-                "cannot give one up to run on; add a token, or use a fresh cache"
+                f"the prompt ends with the {past} tokens that are cached, and "
+                f"{cache.uncroppable_part} cannot give one up to run on; add a token, or use a "
+                "fresh cache of fewer"
             )
         cache.crop(-1)
 
@@ -241,12 +277,17 @@ def _check_mask(cache: StreamedCache, mask: Tensor, model: PreTrainedModel) -> N
         return
     if not mask[:, -1].all():
         raise ValueError("expected padding between the context and the question, found it behind")
-    counted = text_config(model).model_type in SLOT_POSITION_MODELS
-    if counted or any(layer.is_sliding for layer in cache.layers):
+    room: str | None
+    if cache.keeps_states:
+        room = "states"
+    elif text_config(model).model_type in SLOT_POSITION_MODELS:
+        room = "this model's positions"
+    else:
+        room = "sliding windows" if any(layer.is_sliding for layer in cache.layers) else None
+    if room is not None:
         raise UnsupportedError(
-            "padding between context and question takes up room in "
-            + ("this model's positions" if counted else "sliding windows")
-            + "; ask questions of different length one by one, each with a copy.deepcopy(cache)"
+            f"padding between context and question takes up room in {room}; ask questions of "
+            "different length one by one, each with a copy.deepcopy(cache)"
         )
 
 
@@ -264,8 +305,7 @@ def _check_rotation(model: PreTrainedModel, past: int, length: int, *, whole: bo
 
 def _fit_rows(cache: StreamedCache, rows: int) -> None:
     """Repeat a cache of one row; a row for each sequence that ``generate()`` runs on."""
-    layer = cache.layers[0]
-    cached = 1 if layer.is_pending else layer.keys.shape[0]
+    cached = cache.layers[0].rows
     if cached == rows:
         return
     if cached != 1:

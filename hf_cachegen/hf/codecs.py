@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.constants import HF_HOME
+from torch import Tensor
 
 from hf_cachegen.artifact import EMBEDDED, LevelRecord, TableRef
 from hf_cachegen.codec.base import SegmentCodec
@@ -59,6 +60,8 @@ class LevelCodecs:
         A table the caller has, or where it is.
     hub_options
         Options of huggingface_hub for a table in a repository of its own.
+    kept
+        As for :class:`SegmentCodec`.
 
     Raises
     ------
@@ -76,8 +79,11 @@ class LevelCodecs:
         store: Store,
         tables: TableSource | None = None,
         hub_options: Mapping[str, Any] | None = None,
+        *,
+        kept: Tensor | None = None,
     ) -> None:
         self._levels = levels
+        self._kept = kept
         self._layout = layout
         self._parts = None
         if reference is not None:
@@ -92,7 +98,7 @@ class LevelCodecs:
                 table = None
                 if self._parts is not None and table_codecs([record]):
                     table = self._parts.part(record.codec)
-                self._codecs[level] = codec_for(record, self._layout, table)
+                self._codecs[level] = codec_for(record, self._layout, table, kept=self._kept)
             return self._codecs[level]
 
     def table(self) -> ModelTable | None:
@@ -161,6 +167,8 @@ class _TableParts:
                 )
 
     def _find(self, codec: str) -> ModelTable:
+        if isinstance(self._source, ModelTable):
+            return self._source  # which was checked already
         if self._source is not None:
             table, _ = load_table(self._source, [codec], **self._hub_options)
             self._check(table.record, [codec], f"{self._source} now holds")

@@ -9,16 +9,45 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from hf_cachegen.errors import UnsupportedError
-from hf_cachegen.hf.families import OTHER_STATES, media_tokens, rotation_pairing, unsupported
+from hf_cachegen.hf.counting import CountingCache
+from hf_cachegen.hf.families import (
+    ONE_BY_ONE_MODELS,
+    OTHER_STATES,
+    STATE_MODELS,
+    UNPLACED_MODELS,
+    media_tokens,
+    rotation_pairing,
+    unsupported,
+)
 from hf_cachegen.layout import RopeSpec
 
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """RoPE types whose frequencies do not depend on the length of the sequence."""
+
+PIECES_SINCE = (5, 21)
+"""First version whose ``generate()`` can run a prompt in pieces on top of a filled cache; those
+before run the whole prompt again."""
+
+SERVED_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -55,39 +84,101 @@ def output_cache(output: Any) -> Any:
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache whose sliding layers keep every token, so that all of it can be stored."""
+    """An empty cache that can be stored: its sliding layers keep every token, and it can count."""
     cache = DynamicCache(config=model.config)
     cache.layers = storing_layers(cache)
-    cache.activate_past_recording()
-    return cache
+    keep_windows(cache)
+    return cache if token_layers(cache.layers) else CountingCache(cache.layers)
 
 
-def native_layers(model: PreTrainedModel) -> list[DynamicLayer]:
+def keep_windows(cache: Cache) -> None:
+    """Have sliding layers keep every token from now on.
+
+    States that record their past would take another way of computing, to no use: they are stored
+    as they are after the last token.
+    """
+    for layer in cache.layers:
+        if getattr(layer, "is_sliding", False):
+            layer.activate_past_recording()
+
+
+def keeps_states(layer: Any) -> bool:
+    """Whether a cache layer keeps recurrent or convolutional states."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def token_layers(layers: Sequence[Any]) -> list[int]:
+    """Places of the cache layers that keep keys and values of each token."""
+    return [index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
+
+
+def place_arguments(model: PreTrainedModel, start: int, ids: Tensor) -> dict[str, Tensor]:
+    """What a forward pass needs beside ids ``[1, T]`` that begin at position ``start``."""
+    if text_config(model).model_type not in UNPLACED_MODELS:
+        return {}
+    return {"position_ids": torch.arange(start, start + ids.shape[1], device=ids.device)[None]}
+
+
+def prefills_in_pieces() -> bool:
+    """Whether ``generate()`` can run a prompt in pieces on top of a filled cache."""
+    return tuple(map(int, transformers.__version__.split(".")[:2])) >= PIECES_SINCE
+
+
+def runs_one_by_one(model: PreTrainedModel) -> bool:
+    """Whether a model is right only if it is given new tokens one by one."""
+    return text_config(model).model_type in ONE_BY_ONE_MODELS
+
+
+def native_layers(model: PreTrainedModel) -> list[Any]:
     """Empty native cache layers of a model, without those that reuse what others cache.
 
     Raises
     ------
     UnsupportedError
-        A layer caches something other than keys and values of full or sliding attention, or the
-        model is no decoder that continues its own cache.
+        A layer caches something other than keys and values of full or sliding attention or known
+        states, or the model is no decoder that continues its own cache.
     """
     name = type(model).__name__
-    layers = storing_layers(DynamicCache(config=model.config))
-    for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            kind = type(layer).__name__
-            state = OTHER_STATES.get(kind, "a state of its own")
-            raise UnsupportedError(
-                f"layer {index} of {name} caches {state} in a {kind}; only full and sliding "
-                "attention caches are supported"
-            )
+    layers = configured_layers(model.config, name)
     reason = unsupported(text_config(model))
     if model.config.is_encoder_decoder:
         reason = "it caches cross-attention to an encoder; only decoders are supported"
     elif not {"cache", "past_key_values"} & set(_parameters(type(model).forward)):
         reason = "its forward pass takes no key-value cache"
+    elif runs_one_by_one(model) and not prefills_in_pieces():
+        reason = (
+            "it goes on from states only token by token, which generate() does from transformers "
+            f"{'.'.join(map(str, PIECES_SINCE))} on"
+        )
     if reason is not None:
         raise UnsupportedError(f"{name} is not supported: {reason}")
+    return layers
+
+
+def configured_layers(config: Any, name: str) -> list[Any]:
+    """Empty native cache layers of any model with this config; ``name`` is for messages.
+
+    Raises
+    ------
+    UnsupportedError
+        A layer caches something other than keys and values of full or sliding attention or known
+        states.
+    """
+    model_type = config.get_text_config(decoder=True).model_type
+    layers = storing_layers(DynamicCache(config=config))
+    for index, layer in enumerate(layers):
+        kind = type(layer).__name__
+        if type(layer) not in SERVED_LAYERS:
+            state = OTHER_STATES.get(kind, "a state of its own")
+            raise UnsupportedError(
+                f"layer {index} of {name} caches {state} in a {kind}; only keys and values of full "
+                "and sliding attention and the states of known models are supported"
+            )
+        if keeps_states(layer) and model_type not in STATE_MODELS:
+            raise UnsupportedError(
+                f"layer {index} of {name} caches a recurrent or convolutional state in a {kind}, "
+                f"and how {model_type} goes on from one has not been tested"
+            )
     return layers
 
 
@@ -210,8 +301,11 @@ def one_pass_limit(model: PreTrainedModel) -> int | None:
     """Tokens past which a context has to run in one pass; None if it may always be cut.
 
     Past it the frequencies depend on the length of the sequence, so that pieces would be rotated
-    as parts of a shorter one.
+    as parts of a shorter one. A model that needs new tokens one by one is right about the first
+    ones in any case.
     """
+    if runs_one_by_one(model):
+        return 0
     lengths = (_original_length(model, kind) for kind in ("dynamic", "longrope"))
     return next((length for length in lengths if length is not None), None)
 

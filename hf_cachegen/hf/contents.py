@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_cachegen.errors import UnsupportedError
-from hf_cachegen.hf.compat import storing_layers
+from hf_cachegen.hf.compat import storing_layers, token_layers
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class CachedLayer:
     tensors
         Keys and values ``[H, T, D]``.
     first
-        Position of their first token; above 0 where a sliding window has moved on.
+        Which of the cached tokens is their first; above 0 where a sliding window has moved on.
     """
 
     tensors: tuple[Tensor, ...]
@@ -32,10 +32,15 @@ class CachedLayer:
 
 
 def cached_layers(cache: Cache) -> list[CachedLayer]:
-    """The contents of a filled transformers cache of batch size 1."""
+    """The keys and values in a filled transformers cache of batch size 1.
+
+    Layers that keep nothing but states are left out.
+    """
     length = cache.get_seq_length()
     layers = []
-    for index, layer in enumerate(storing_layers(cache)):
+    storing = storing_layers(cache)
+    for index in token_layers(storing):
+        layer = storing[index]
         tensors = (layer.keys, layer.values)
         if any(tensor is None or tensor.ndim != 4 for tensor in tensors):
             raise UnsupportedError(f"layer {index} of the cache holds no keys and values to save")
@@ -44,6 +49,6 @@ def cached_layers(cache: Cache) -> list[CachedLayer]:
                 f"the cache holds a batch of {tensors[0].shape[0]}, an artefact holds one context; "
                 "select one with cache.batch_select_indices"
             )
-        first = length - tensors[0].shape[2]
+        first = length - getattr(layer, "evicted", 0) - tensors[0].shape[2]
         layers.append(CachedLayer(tuple(tensor[0].detach() for tensor in tensors), first))
     return layers

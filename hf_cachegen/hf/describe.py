@@ -20,6 +20,7 @@ from hf_cachegen.hf.compat import (
     native_layers,
     rope_specs,
     text_config,
+    token_layers,
 )
 from hf_cachegen.hf.families import rotated_tensor
 from hf_cachegen.layout import (
@@ -77,13 +78,14 @@ def describe_layout(model: PreTrainedModel, tensors: Sequence[Sequence[Tensor]])
     model
         The model that filled it.
     tensors
-        Per layer the cached keys and values ``[..., H, T, D]``.
+        Per layer that caches keys and values, these ``[..., H, T, D]``.
     """
     ropes = rope_specs(model)
     config = text_config(model)
-    kinds = getattr(config, "layer_types", None) or [""] * len(tensors)
+    natives = native_layers(model)
+    kinds = getattr(config, "layer_types", None) or [""] * len(natives)
     layers = []
-    for index, (native, layer) in enumerate(zip(native_layers(model), tensors, strict=True)):
+    for index, layer in zip(token_layers(natives), tensors, strict=True):
         rope = next((_rope_name(key) for key in (kinds[index], "") if key in ropes), None)
         rotated = rotated_tensor(config, index)
         specs = tuple(
@@ -95,11 +97,11 @@ def describe_layout(model: PreTrainedModel, tensors: Sequence[Sequence[Tensor]])
             )
             for place, (name, tensor) in enumerate(zip(TENSOR_NAMES, layer, strict=True))
         )
-        window = getattr(native, "sliding_window", None)
+        window = getattr(natives[index], "sliding_window", None)
         form: LayerKind = "full_attention" if window is None else "sliding_attention"
         layers.append(LayerSpec(kind=form, tensors=specs, window=window))
     return KVLayout(
-        dtype=dtype_name(tensors[0][0].dtype),
+        dtype=dtype_name(tensors[0][0].dtype if tensors else model.dtype),
         ropes={_rope_name(key): spec for key, spec in ropes.items()},
         layers=tuple(layers),
     )

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 HALF_ROTATION_MODELS = frozenset(
     {
-        *("apertus", "arcee", "bitnet", "cwm", "diffllama", "exaone", "falcon", "gemma", "gemma2"),
+        *("apertus", "arcee", "bamba", "bitnet", "cwm", "diffllama", "exaone", "falcon"),
+        *("falcon_h1", "gemma", "gemma2", "lfm2", "lfm2_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+        *("olmo_hybrid", "qwen3_next"),
         *("gemma3_text", "gemma3n_text", "gemma4_text", "glm4_moe", "gpt_neox", "gpt_oss"),
         *("granite", "granitemoe", "hunyuan_v1_dense", "internlm3", "jais2", "llama", "minimax_m2"),
         *("ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3"),
@@ -37,10 +39,32 @@ SLIDING_ROTATION_MODELS = frozenset({"afmoe", "cohere2", "cohere2_moe"})
 SLOT_POSITION_MODELS = frozenset({"mpt"})
 """Model types whose positions count padding, whatever the attention mask says."""
 
+BIASED_MODELS = frozenset({"bloom", "mpt"})
+"""Model types whose attention goes by how far apart queries and keys are in the cache (ALiBi)."""
+
+STATE_MODELS = frozenset(
+    {
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2"),
+        *("lfm2_moe", "mamba", "mamba2", "olmo_hybrid", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "zamba2"),
+    }
+)
+"""Model types whose recurrent or convolutional states are known to be all that they go on from."""
+
+ONE_BY_ONE_MODELS = frozenset({"falcon_mamba", "jamba", "mamba"})
+"""Model types whose scan over several new tokens begins with no state, whatever is cached. One new
+token at a time they go on from it."""
+
+UNPLACED_MODELS = frozenset({"bamba"})
+"""Model types whose forward pass counts positions from 0, whatever is cached, unless it is given
+them. ``generate()`` gives them."""
+
 UNCONTINUABLE_MODELS = {
     "moshi": "its attention sees more than the sliding window that it caches",
+    "recurrent_gemma": "its recurrent state, which older versions of transformers keep outside of "
+    "the cache, has not been tested",
 }
-"""Model types whose own cache gives other logits than the whole prompt at once."""
+"""Model types whose own cache gives other logits than the whole prompt at once, as far as known."""
 
 CAUSAL_MODELS = frozenset({"gpt_neox", "gpt_neox_japanese"})
 """Model types that attend backwards only, though their config says that they are no decoders."""
@@ -49,9 +73,7 @@ MEDIA = ("image", "video", "audio")
 
 OTHER_STATES = {
     "DynamicIndexedLayer": "keys of an index beside keys and values",
-    "LinearAttentionAndFullAttentionLayer": "a recurrent state beside keys and values",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "a recurrent state beside keys and values",
-    "LinearAttentionLayer": "a recurrent or convolutional state",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "a recurrent state beside a sliding window",
 }
 """What the cache layers hold that cannot be stored, by class name."""
 
@@ -91,6 +113,13 @@ def unsupported(config: Any) -> str | None:
             "False)"
         )
     return UNCONTINUABLE_MODELS.get(config.model_type)
+
+
+def needs_every_token(config: Any) -> str | None:
+    """Why a decoder with this config cannot do without some cached tokens; None if it can."""
+    if config.model_type in BIASED_MODELS or getattr(config, "alibi", False):
+        return "it takes positions from places in the cache (ALiBi)"
+    return None
 
 
 def media_tokens(config: Any) -> dict[str, int]:

@@ -24,6 +24,8 @@ def warn_of_misfit(manifest: Manifest, table: ModelTable | None) -> None:
     tables = table.tables.get("transform") if table is not None else None
     if not isinstance(tables, TransformTables) or manifest.tokens.n < MIN_TOKENS:
         return
+    if manifest.kept is not None:
+        return  # tokens that are kept are not like those of the samples
     if any(layer.window is not None for layer in manifest.identity.layout.layers):
         return  # a long context has fewer values of such layers than the samples, at another rate
     n_values = stored_values(manifest)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_cachegen.hf.compat import cache_argument
+from hf_cachegen.hf.compat import cache_argument, place_arguments, token_layers
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
 
 
@@ -60,13 +60,18 @@ def cache_gradients(
     """
     filled = copy.deepcopy(cache)
     before = cached_layers(filled)
-    for layer in filled.layers:
+    layers = [filled.layers[index] for index in token_layers(filled.layers)]
+    for layer in layers:
         layer.keys.requires_grad_()
         layer.values.requires_grad_()
-    inputs = [tensor for layer in filled.layers for tensor in (layer.keys, layer.values)]
-    arguments: dict[str, Any] = {cache_argument(model): filled}
+    inputs = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+    ids = token_ids[None].to(model.device)
+    arguments: dict[str, Any] = {
+        cache_argument(model): filled,
+        **place_arguments(model, filled.get_seq_length(), ids),
+    }
     with torch.enable_grad():
-        logits = model(input_ids=token_ids[None].to(model.device), **arguments).logits[0].float()
+        logits = model(input_ids=ids, **arguments).logits[0].float()
         log_probabilities = logits.log_softmax(-1)
     probabilities = log_probabilities.detach().exp().cpu()
     found = []

@@ -79,6 +79,8 @@ class GuardedGenerate(_Guarded):
         arguments = self.__signature__.bind(*args, **kwargs).arguments
         call = GenerateCall.of(model, {**arguments, **kwargs})
         check_call(cache, call, model)
+        if cache.one_by_one:
+            kwargs["prefill_chunk_size"] = 1
         cached = known_ids(cache), cache.get_seq_length()
         output = type(model).generate(model, *args, **kwargs)
         if call.rows == 1 and call.input_ids is not None:

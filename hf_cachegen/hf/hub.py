@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import RevisionNotFoundError
 
 from hf_cachegen.artifact import Artifact, Manifest
 from hf_cachegen.artifact.summary import stored_values, summarise_levels
@@ -40,7 +41,9 @@ def push_artifact(
         A complete artefact.
     repo_id
         ``org/name``, or a name for a repository of one's own; created if need be.
-    commit_message, private, token, revision, create_pr, endpoint
+    revision
+        Branch, created if need be; by default the main one.
+    commit_message, private, token, create_pr, endpoint
         As everywhere in huggingface_hub.
 
     Returns
@@ -51,7 +54,7 @@ def push_artifact(
     with LocalStore(folder) as store:
         manifest = Artifact.open(store).manifest
     api = HfApi(endpoint=endpoint, token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    repo_id = prepare_repo(api, repo_id, private, None if create_pr else revision)
     (Path(folder) / CARD_NAME).write_text(str(artifact_card(manifest, repo_id)), encoding="utf-8")
     commit = api.upload_folder(
         repo_id=repo_id,
@@ -60,9 +63,26 @@ def push_artifact(
         revision=revision,
         create_pr=create_pr,
         ignore_patterns=UNPUBLISHED,
-        delete_patterns=["chunks/*.kv", "tokens-*.safetensors", "table/*"],
+        delete_patterns=[
+            "chunks/*.kv",
+            "tokens-*.safetensors",
+            "states-*.safetensors",
+            "kept-*.safetensors",
+            "table/*",
+        ],
     )
     return str(commit.commit_url)
+
+
+def prepare_repo(api: HfApi, repo_id: str, private: bool | None, branch: str | None) -> str:
+    """Make a model repository and a branch of it, unless they exist; the repository's full name."""
+    full_name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if branch is not None:
+        try:
+            api.repo_info(full_name, revision=branch)
+        except RevisionNotFoundError:
+            api.create_branch(full_name, branch=branch, exist_ok=True)
+    return full_name
 
 
 def artifact_card(manifest: Manifest, repo_id: str) -> ModelCard:
@@ -80,6 +100,7 @@ def artifact_card(manifest: Manifest, repo_id: str) -> ModelCard:
     return ModelCard(_CARD.format(
         metadata=data.to_yaml(),
         tokens=manifest.tokens.n,
+        kept="" if manifest.kept is None else f"Each head has kept {manifest.kept.n} tokens. ",
         model=identity.model_id,
         architecture=identity.architecture,
         dtype=identity.layout.dtype,
@@ -102,7 +123,7 @@ _CARD = """---
 
 # KV cache of {tokens} tokens for {model}
 
-The KV cache of one context, encoded with hf-cachegen. It
+The KV cache of one context, encoded with hf-cachegen. {kept}It
 fits `{architecture}` with the very weights it was made with, in {dtype}; anything else is refused.
 The context's token ids are part of this repository: publish it only if you may publish the text.
 

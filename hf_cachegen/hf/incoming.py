@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_cachegen.artifact import Artifact
-from hf_cachegen.errors import UnsupportedError
+from hf_cachegen.errors import FormatError, UnsupportedError
 from hf_cachegen.hf.buffers import LayerBuffers
 from hf_cachegen.hf.calibration import calibrate, machine_rates
 from hf_cachegen.hf.codecs import LevelCodecs
-from hf_cachegen.hf.compat import layer_devices
+from hf_cachegen.hf.compat import layer_devices, native_layers, token_layers
 from hf_cachegen.hf.recompute import Recomputer
+from hf_cachegen.hf.states import LayerStates, state_numbers, unpack_states
 from hf_cachegen.streaming.controller import Policy, TextOnly
 from hf_cachegen.streaming.pipeline import ChunkStream
 
@@ -57,13 +59,20 @@ class Incoming:
         manifest = artifact.manifest
         chunks = range(len(manifest.chunks))
         self._on_cpu = model.device.type == "cpu"
-        self._buffers = LayerBuffers(manifest, layer_devices(model, manifest.n_layers), codecs)
+        natives = native_layers(model)
+        self.devices = layer_devices(model, len(natives))
+        devices = [self.devices[index] for index in token_layers(natives)]
+        self._buffers = LayerBuffers(manifest, devices, codecs)
+        self._state_numbers = state_numbers(natives)
+        self._states: dict[int, LayerStates] | None = None
+        self._states_lock = threading.Lock()
         recompute = _recomputer(model, policy, token_ids, self._buffers)
         self.stream = ChunkStream(
             artifact,
             policy,
             [self._buffers.layers_of(chunk) for chunk in chunks],
             self._buffers.decode,
+            decode_many=self._buffers.decode_many if self._buffers.decodes_together else None,
             recompute=recompute,
             holds_past=[recompute is not None and recompute.holds_past(chunk) for chunk in chunks],
             rates=calibrate(model) if policy.adapts else machine_rates(model),
@@ -75,12 +84,30 @@ class Incoming:
         weakref.finalize(self, self.stream.close, wait=False)
 
     def first_token(self, layer: int) -> int:
-        """First token of the context that a layer's tensors hold."""
+        """First token of the context that the tensors of a layer of the layout hold."""
         return self._buffers.first_token(layer)
 
     def loading(self, layer: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """A function that waits for a layer and hands over its tensors ``[1, H, T, D]``, once."""
+        """A function that waits for a layer of the layout and hands over its tensors, once.
+
+        They are ``[1, H, T, D]``.
+        """
         return partial(self._load, layer)
+
+    def loading_states(self, layer: int) -> Callable[[], LayerStates]:
+        """A function that waits for the states of a layer of the model and hands them over, once.
+
+        Raises
+        ------
+        FormatError
+            The artefact has no states.
+        """
+        if self.stream.artifact.manifest.states is None:
+            raise FormatError(
+                f"{self.stream.artifact.store.location} has no states, which this model cannot go "
+                "on without; encode the context again"
+            )
+        return partial(self._load_states, layer)
 
     def begin_pass(self) -> None:
         """The first pass after the stream has come to its first layer's tensors."""
@@ -108,11 +135,22 @@ class Incoming:
         self._buffers.release(layer)
         return keys, values
 
+    def _load_states(self, layer: int) -> LayerStates:
+        started = time.perf_counter()
+        with self._states_lock:
+            if self._states is None:
+                self._states = unpack_states(self.stream.take_states(), self._state_numbers)
+            states = self._states.pop(layer)
+        self._waited_s += time.perf_counter() - started
+        return states
+
 
 def _recomputer(
     model: PreTrainedModel, policy: Policy, token_ids: Tensor, buffers: LayerBuffers
 ) -> Recomputer | None:
     """What recomputes chunks; None of a model that cannot, unless the policy has to have it."""
+    if not buffers.manifest.chunks:
+        return None
     try:
         return Recomputer(model, token_ids, buffers.manifest, buffers)
     except UnsupportedError:

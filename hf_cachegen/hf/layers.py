@@ -71,6 +71,11 @@ class _Streamed:
         """Whether the tensors are still to be loaded."""
         return self._load is not None
 
+    @property
+    def rows(self) -> int:
+        """Sequences that are cached."""
+        return 1 if self._keys is None else self._keys.shape[0]
+
     def materialize(self) -> None:
         """Block until the tensors are here."""
         if self._load is None:
@@ -143,8 +148,52 @@ class StreamedLayer(_Streamed, DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         if self.is_pending and tokens_to_remove <= 0:
             self._length = max(self._length + tokens_to_remove, 0)
-        else:
+        elif self.is_initialized:  # which older native layers take for granted
             super().crop(tokens_to_remove)
+
+
+class StreamedPrunedLayer(StreamedLayer):
+    """A full-attention layer that is decoded at first use, and from which tokens were evicted.
+
+    As a sliding layer does, it counts all tokens that there were, so that new ones get the
+    positions that follow them. To masks the tokens that are held are the last ones of the context,
+    in a row: they must only come before every new one, since their positions are in their keys.
+    """
+
+    evicted = 0
+    """Tokens that there were and that are not held."""
+
+    _complete_from = 0
+
+    def attach(
+        self, load: LoadTensors, length: int, first: int = 0, complete_from: int = 0
+    ) -> None:
+        """Take all but ``first`` of ``length`` tokens from ``load`` when tensors are first needed.
+
+        Every head holds all tokens from position ``complete_from`` on.
+        """
+        super().attach(load, length, first)
+        self.evicted = first
+        self._complete_from = complete_from
+
+    def _visible(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :, : self._length - self.evicted]
+
+    def get_seq_length(self) -> int:
+        return self._length if self.is_pending else super().get_seq_length() + self.evicted
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() - self.evicted + query_length, self.evicted
+
+    def can_crop(self, tokens_to_remove: int) -> bool:
+        """Whether :meth:`crop` can remove so many tokens: all heads must hold them."""
+        return not tokens_to_remove or (
+            self.get_seq_length() + tokens_to_remove >= self._complete_from
+        )
+
+    def reset(self) -> None:
+        self.evicted = self._complete_from = 0
+        super().reset()
 
 
 class StreamedSlidingLayer(_Streamed, DynamicSlidingWindowLayer):

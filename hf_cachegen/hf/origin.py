@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_cachegen.artifact import EXACT, Artifact, ChunkPlan, Identity, LevelRecord, Manifest
+from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.tables import ModelTable
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The artefact that a cache was streamed from, and where each chunk's values come from."""
+    """The artefact that a cache was streamed from, and where each chunk's values come from.
+
+    ``n_tokens`` are those that the cache holds or has given up by now.
+    """
 
     artifact: Artifact
+    n_tokens: int
     sources: Sequence[str]
     table: ModelTable | None
 
@@ -26,7 +33,7 @@ class Origin:
         if not hasattr(cache, "stream_report"):
             return None
         cache.wait()
-        return cls(cache.artifact, cache.chunk_sources(), cache.table())
+        return cls(cache.artifact, cache.get_seq_length(), cache.chunk_sources(), cache.table())
 
     @property
     def manifest(self) -> Manifest:
@@ -59,6 +66,22 @@ class Origin:
             for layer in range(self.manifest.n_layers)
         ]
 
+    def kept(self) -> NDArray[np.bool_] | None:
+        """Which tokens the artefact has, bool ``[L or 1, H or 1, T]``; None if it has all.
+
+        Raises
+        ------
+        UnsupportedError
+            The cache has others now.
+        """
+        kept = self.artifact.read_kept()
+        if kept is not None and self.n_tokens != self.manifest.tokens.n:
+            raise UnsupportedError(
+                f"the cache has gone from {self.manifest.tokens.n} to {self.n_tokens} tokens since "
+                "it was loaded; tokens were evicted from it, so it can be saved only as it was"
+            )
+        return kept
+
     def segments(self, plan: ChunkPlan) -> tuple[list[list[bytes]], str] | None:
         """Segments and source of the chunk with the plan's name; None if there is no such chunk."""
         for position, record in enumerate(self.manifest.chunks):
@@ -74,6 +97,16 @@ class Origin:
             if overlaps and source != EXACT:
                 return source
         return EXACT
+
+    def states_source(self, n_tokens: int) -> str:
+        """Where the states of a cache of so many tokens come from: a lossy level, or the model.
+
+        Those of the context itself are as they were stored. Later ones have seen its values.
+        """
+        stored = self.manifest.states.source if self.manifest.states else EXACT
+        if n_tokens == self.manifest.tokens.n:
+            return stored
+        return next((source for source in (stored, *self.sources) if source != EXACT), EXACT)
 
     def _level(self, position: int, level: int) -> list[bytes]:
         index, record = self.artifact.index(position), self.artifact.manifest.chunks[position]

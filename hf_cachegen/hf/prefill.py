@@ -10,7 +10,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_cachegen.hf.compat import cache_argument, new_cache, one_pass_limit, running_device
+from hf_cachegen.hf.compat import (
+    cache_argument,
+    new_cache,
+    one_pass_limit,
+    place_arguments,
+    running_device,
+)
 
 PREFILL_TOKENS = 2048
 """Tokens per forward pass. It bounds the memory that activations take, whatever the context."""
@@ -44,6 +50,9 @@ def prefill(
     pieces = torch.split(token_ids.to(running_device(model))[None], piece_tokens, dim=1)
     bar = tqdm(pieces, "prefill", unit="pass", disable=not progress or len(pieces) == 1)
     for piece in bar:
-        arguments: dict[str, Any] = {cache_argument(model): cache}
+        arguments: dict[str, Any] = {
+            cache_argument(model): cache,
+            **place_arguments(model, cache.get_seq_length(), piece),
+        }
         model(input_ids=piece, use_cache=True, logits_to_keep=1, **arguments)
     return cache

@@ -17,8 +17,9 @@ from hf_cachegen.codec.delta_profile import DeltaProfiler
 from hf_cachegen.codec.transform_profile import TransformProfiler
 from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES
+from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.hf.checkpoint import Checkpoint
-from hf_cachegen.hf.compat import native_layers
+from hf_cachegen.hf.compat import native_layers, runs_one_by_one, token_layers
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
 from hf_cachegen.hf.describe import config_digest, describe_layout, model_name
 from hf_cachegen.hf.gradients import Gradients, cache_gradients
@@ -84,9 +85,10 @@ def profile_model(
     ValueError
         The texts hold not even one sample, or no codec or no gradient sample is asked for.
     UnsupportedError
-        The model caches something that has no codec.
+        The model caches something that has no codec, or nothing of each token, or forgets its
+        states over the continuation that ``transform`` takes gradients of.
     """
-    native_layers(model)  # refuses what has no table before the model runs
+    _check_profilable(model, configs)
     pieces = _pieces(tokenizer, samples, sample_tokens)[:max_samples]
     if not pieces:
         raise ValueError(f"expected text of at least {sample_tokens // 2} tokens, got less")
@@ -123,6 +125,22 @@ def profile_model(
     return table
 
 
+def _check_profilable(
+    model: PreTrainedModel, configs: Sequence[TransformConfig | DeltaConfig]
+) -> None:
+    """Refuse what has no table before the model runs."""
+    name = type(model).__name__
+    if not token_layers(native_layers(model)):
+        raise UnsupportedError(
+            f"{name} keeps nothing but states, which are stored as they are; it needs no table"
+        )
+    if runs_one_by_one(model) and any(isinstance(c, TransformConfig) for c in configs):
+        raise UnsupportedError(
+            f"{name} goes on from states only token by token, so there are no gradients of several "
+            "for `transform`; profile it for `delta` alone"
+        )
+
+
 def _observe(
     profiles: Sequence[_DeltaProfile | _TransformProfile],
     model: PreTrainedModel,
@@ -153,10 +171,16 @@ def _observe(
 
 
 def profile_cache(
-    model: PreTrainedModel, layout: KVLayout, layers: Sequence[CachedLayer]
+    model: PreTrainedModel,
+    layout: KVLayout,
+    layers: Sequence[CachedLayer],
+    kept: Tensor | None = None,
 ) -> ModelTable:
-    """Make a small table from one cache, which is then the only one it fits well."""
-    profiler = DeltaProfiler(layout, AUTO_CONFIG)
+    """Make a small table from one cache, which is then the only one it fits well.
+
+    ``kept`` as for :class:`~hf_cachegen.codec.base.SegmentCodec`.
+    """
+    profiler = DeltaProfiler(layout, AUTO_CONFIG, kept)
     for observe in (profiler.observe_moments, profiler.observe_counts):
         for index, layer in enumerate(layers):
             observe(index, layer.tensors, layer.first)

@@ -8,12 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from hf_cachegen.artifact import Manifest
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.hf.buffers import LayerBuffers
-from hf_cachegen.hf.compat import STATIC_ROPE_TYPES, cache_argument, native_layers
+from hf_cachegen.hf.compat import (
+    STATIC_ROPE_TYPES,
+    cache_argument,
+    native_layers,
+    place_arguments,
+    runs_one_by_one,
+    token_layers,
+)
 
 PIECE_TOKENS = 512
 """Tokens per forward pass: a stream that is closed ends within one, and attention weights, if a
@@ -24,8 +37,8 @@ class Recomputer:
     """Runs a model on chunks of a context whose earlier tokens are in place.
 
     Keys and values are written to where decoded ones would be, and attention reads the tokens
-    before from there, so nothing is copied. Sliding layers keep their window from one chunk to the
-    next, as the artefact holds only the last one.
+    before from there, so nothing is copied. Sliding layers keep their window and recurrent ones
+    their states from one chunk to the next, as the artefact holds only the last ones.
 
     Parameters
     ----------
@@ -48,15 +61,20 @@ class Recomputer:
     def __init__(
         self, model: PreTrainedModel, token_ids: Tensor, manifest: Manifest, buffers: LayerBuffers
     ) -> None:
+        if manifest.kept is not None:
+            raise UnsupportedError(
+                "tokens were evicted from this cache, so its chunks are no parts of the text and "
+                "cannot be recomputed; choose a level or another policy"
+            )
         check_recomputable(model)
         self._model = model
         self._token_ids = token_ids
         self._chunks = manifest.chunks
-        self._layers: list[_FullPast | _SlidingPast] = [
-            _SlidingPast(buffers, index, native.sliding_window)
-            if isinstance(native, DynamicSlidingWindowLayer)
-            else _FullPast(buffers, index)
-            for index, native in enumerate(native_layers(model))
+        self._buffers = buffers
+        natives = native_layers(model)
+        places = {index: place for place, index in enumerate(token_layers(natives))}
+        self._layers = [
+            _past(native, buffers, places.get(index)) for index, native in enumerate(natives)
         ]
 
     def holds_past(self, chunk: int) -> bool:
@@ -70,17 +88,28 @@ class Recomputer:
             layer.begin(record.start)
         cache = Cache(layers=self._layers)
         ids = self._token_ids[None, record.start : record.end].to(self._model.device)
-        arguments: dict[str, Any] = {cache_argument(self._model): cache, "use_cache": True}
-        for piece in torch.split(ids, PIECE_TOKENS, dim=1):
+        pieces = torch.split(ids, PIECE_TOKENS, dim=1)
+        for start, piece in zip(range(record.start, record.end, PIECE_TOKENS), pieces, strict=True):
+            arguments: dict[str, Any] = {
+                cache_argument(self._model): cache,
+                "use_cache": True,
+                **place_arguments(self._model, start, piece),
+            }
             with torch.no_grad():
                 # forward() and not a call: hooks on the model are about the passes of its user.
                 output = self._model.forward(input_ids=piece, logits_to_keep=1, **arguments)
                 output.logits[0, -1, 0].item()  # waits for the device, so that times are true
+            self._buffers.record_use()
             yield
 
 
 def check_recomputable(model: PreTrainedModel) -> None:
     """Raise UnsupportedError if a model cannot recompute part of a context."""
+    if runs_one_by_one(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} goes on from states only token by token, so chunks of a "
+            "context cannot be recomputed"
+        )
     for name, module in model.named_modules():
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
             raise UnsupportedError(
@@ -95,6 +124,29 @@ def check_recomputable(model: PreTrainedModel) -> None:
                 f"RoPE of type {', '.join(sorted(kinds - STATIC_ROPE_TYPES))} depends on the "
                 "length of the whole prompt, so a chunk of it cannot be recomputed"
             )
+
+
+def _past(native: Any, buffers: LayerBuffers, place: int | None) -> Any:
+    """What stands in for a native layer, whose tensors have this place among the buffers."""
+    if place is None:
+        return _StatePast(native.number_of_states)
+    if isinstance(native, LinearAttentionAndFullAttentionLayer):
+        return _FullPastWithState(buffers, place, native.number_of_states)
+    if isinstance(native, DynamicSlidingWindowLayer):
+        return _SlidingPast(buffers, place, native.sliding_window)
+    return _FullPast(buffers, place)
+
+
+class _StatePast(LinearAttentionLayer):
+    """A layer that keeps nothing but states, from one chunk to the next."""
+
+    def holds_past(self, start: int) -> bool:
+        return start == 0
+
+    def begin(self, start: int) -> None:
+        """Let the next tokens be those from ``start`` on."""
+        if start == 0:
+            self.reset()
 
 
 class _FullPast(DynamicLayer):
@@ -124,6 +176,25 @@ class _FullPast(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self._length
+
+
+class _FullPastWithState(_FullPast, LinearAttentionAndFullAttentionLayer):
+    """A full layer that keeps states beside, from one chunk to the next."""
+
+    def __init__(self, buffers: LayerBuffers, layer: int, number_of_states: int) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self, number_of_states)
+        self._buffers = buffers
+        self._layer = layer
+        self._length = 0
+
+    def holds_past(self, start: int) -> bool:
+        return start == 0
+
+    def begin(self, start: int) -> None:
+        """Let the next tokens be those from ``start`` on."""
+        if start == 0:
+            LinearAttentionLayer.reset(self)
+        super().begin(start)
 
 
 class _SlidingPast(DynamicSlidingWindowLayer):

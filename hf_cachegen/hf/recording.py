@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_cachegen.errors import UnsupportedError
-from hf_cachegen.hf.compat import output_cache
+from hf_cachegen.hf.compat import keep_windows, output_cache
+from hf_cachegen.hf.counting import CountingCache, knows_length
 from hf_cachegen.hf.saving import save_cache
 
 
@@ -52,8 +53,10 @@ def record_cache(
             hook.remove()
     if recorder.cache is None:
         raise UnsupportedError("no forward pass with a cache ran inside record_cache")
-    ids = torch.tensor(recorder.token_ids)
-    save_cache(model, None, ids, out, cache=recorder.cache, **save_options)
+    ids, cache = torch.tensor(recorder.token_ids), recorder.cache
+    if not knows_length(cache):
+        cache = CountingCache(cache.layers, len(ids))
+    save_cache(model, None, ids, out, cache=cache, **save_options)
 
 
 class _Recorder:
@@ -66,9 +69,9 @@ class _Recorder:
 
     def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = output_cache(kwargs)
-        self._position = 0 if cache is None else cache.get_seq_length()
+        self._position = 0 if cache is None else self._length(cache)
         if cache is not None and self._position == 0:
-            cache.activate_past_recording()
+            keep_windows(cache)
 
     def after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         cache = output_cache(output)
@@ -81,11 +84,31 @@ class _Recorder:
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.ndim == 2 and not mask.all():
             raise UnsupportedError("record_cache records one sequence without padding, got a mask")
+        if knows_length(cache) and cache.get_seq_length() != self._position + ids.shape[1]:
+            raise UnsupportedError(
+                f"the cache holds {cache.get_seq_length()} tokens after a pass to "
+                f"{self._position + ids.shape[1]}: some were evicted, and record_cache does not "
+                "know which; use save_cache(model, tokenizer, all_ids, out, cache=cache, "
+                "positions=...)"
+            )
         if cache is not self.cache:
             self.token_ids = _known_ids(cache, self._position)
         # A cache may have been cropped since the last pass, as assisted decoding does.
         self.token_ids[self._position :] = ids[0].tolist()
         self.cache = cache
+
+    def _length(self, cache: Cache) -> int:
+        """Tokens in a cache before a pass."""
+        if knows_length(cache):
+            return cache.get_seq_length()
+        if cache is self.cache:
+            return len(self.token_ids)
+        if cache.has_previous_state():
+            raise UnsupportedError(
+                "the cache already held states of tokens that are not known; begin the block "
+                "before its first pass"
+            )
+        return 0
 
 
 def _known_ids(cache: Cache, length: int) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,21 +28,25 @@ from hf_cachegen.artifact import (
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.config import CHUNK_TOKENS
-from hf_cachegen.errors import PromptMismatch
+from hf_cachegen.errors import PromptMismatch, UnsupportedError
 from hf_cachegen.hf.codecs import TableSource, load_table
 from hf_cachegen.hf.compat import check_text, native_layers
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
+from hf_cachegen.hf.counting import knows_length
 from hf_cachegen.hf.describe import describe_identity, describe_layout
 from hf_cachegen.hf.fit import warn_of_misfit
 from hf_cachegen.hf.hub import push_artifact
 from hf_cachegen.hf.origin import Origin
 from hf_cachegen.hf.prefill import PREFILL_TOKENS, prefill
 from hf_cachegen.hf.profiling import profile_cache
+from hf_cachegen.hf.pruning import Positions, check_prunable, keep, kept_positions
+from hf_cachegen.hf.states import LayerStates, cached_states, pack_states
 from hf_cachegen.layout import KVLayout
 from hf_cachegen.levels import (
     available_levels,
     codec_for,
     default_levels,
+    encode_levels,
     recorded_importance,
     select_levels,
     table_codecs,
@@ -65,6 +69,7 @@ def save_cache(
     out: str | os.PathLike[str],
     *,
     cache: Cache | None = None,
+    positions: Positions | None = None,
     tables: Tables = "auto",
     levels: Sequence[str] | None = None,
     chunk_tokens: int | None = None,
@@ -94,6 +99,12 @@ def save_cache(
         A cache that already holds the context, such as ``generate()`` returns; without it the
         model runs. Ids of tokens past the cache's length are ignored. Of a
         :class:`CompressedStreamingCache` the chunks are copied that the settings leave as they are.
+    positions
+        Of a cache from which tokens were evicted, as kvpress or H2O do: where in the context, all
+        of which ``text_or_ids`` still is, those were that it holds, in the order of the cache.
+        Integers ``[n]``, or for each layer ``[n]`` or ``[H, n]``, n the same for all. ``transform``
+        codes layers and heads together, and does so well only where they hold the same tokens. A
+        streamed cache knows its own.
     tables
         A model table or where it is; ``"auto"`` takes a streamed cache's own, else makes a small
         one from this cache and embeds it; None stores exact levels only.
@@ -108,9 +119,9 @@ def save_cache(
         Which tokens ``transform`` spends its bits on: ``"predicted"`` by the model's table;
         ``"recent"``, also by how near the end of the context they are, which is better for
         questions about what came last and worse for others; ``"flat"``, on all alike; or how much
-        more an error of each token costs, as natural logs ``[T]``, added to the prediction. By
-        default as a streamed cache's levels record it if the levels are those, else
-        ``"predicted"``.
+        more an error of each token costs, as natural logs ``[T]``, added to the prediction; of
+        a cache from which tokens were evicted ``[n]``, by ascending position. By default as a
+        streamed cache's levels record it if the levels are those, else ``"predicted"``.
     model_id, revision
         What to record as the model's origin, if not what it was loaded from.
     overwrite
@@ -130,41 +141,61 @@ def save_cache(
     Raises
     ------
     UnsupportedError
-        The model caches something that cannot be saved.
+        The model caches something that cannot be saved, or ``cache`` is one of transformers' own
+        that cannot tell its length, having nothing but states; or tokens were evicted and the
+        model cannot do without, layers hold different numbers of them, or the cache has grown.
     IdentityError
         ``out`` holds an artefact of something else.
     ValueError
-        The ids, ``levels`` or ``importance`` are not as above, or ``importance`` is missing since
-        the streamed levels were encoded with a caller's own weights.
+        The ids, ``positions``, ``levels`` or ``importance`` are not as above, or ``importance`` is
+        missing since the streamed levels were encoded with a caller's own weights.
     """
     if push_options and push_to_hub is None:
         raise ValueError(f"expected no {', '.join(push_options)} without push_to_hub")
     native_layers(model)  # refuses what cannot be saved before the model runs
-    ids = _token_ids(tokenizer, text_or_ids)
+    ids = context_ids(tokenizer, text_or_ids)
     check_text(model, ids)
+    if positions is not None:
+        check_prunable(model)
+    if positions is not None and (cache is None or hasattr(cache, "stream_report")):
+        raise ValueError(
+            "expected positions only with a cache of transformers' own from which tokens were "
+            f"evicted, got {'none' if cache is None else type(cache).__name__}"
+        )
     if cache is None:
         cache = prefill(model, ids, piece_tokens=prefill_tokens, progress=progress)
+    if not knows_length(cache):
+        raise UnsupportedError(
+            "the cache holds nothing but states and does not know how many tokens it has seen; "
+            "call generate() inside record_cache(model, out), or leave cache out and let the model "
+            "run"
+        )
     length = cache.get_seq_length()
     if not 0 < length <= len(ids):
         raise PromptMismatch(f"expected the ids of all {length} cached tokens, got {len(ids)} ids")
-    ids = ids[:length]
     origin = Origin.of(cache)
-    layers = cached_layers(cache)
+    layers, states = cached_layers(cache), cached_states(cache)
+    kept = None if origin is None else origin.kept()
+    if positions is None:
+        ids = ids[:length]
+    else:
+        layers, kept = keep(layers, positions, len(ids))
+    n_cached = _count(kept, length)
     layout = describe_layout(model, [layer.tensors for layer in layers])
     if tables == "auto" and origin is not None and levels is None:
         table, reference = origin.table, origin.manifest.identity.table
         chosen = origin.manifest.levels
     else:
         hub_options = {"token": token, "endpoint": endpoint}
-        table, location = _resolve_table(tables, model, layout, layers, hub_options)
+        table, location = _resolve_table(tables, model, layout, layers, kept, hub_options)
         available = available_levels(table)
         chosen = default_levels(table) if levels is None else select_levels(available, levels)
-        reference = _refer(table, location, chosen)
+        reference = refer(table, location, chosen)
     if importance is None and origin is not None and _alike(chosen, origin.manifest.levels):
         chosen = origin.manifest.levels
-        weighting = recorded_importance(chosen, length)
+        weighting = recorded_importance(chosen, n_cached)
     else:
-        weighting = _weighting("predicted" if importance is None else importance, length)
+        weighting = _weighting("predicted" if importance is None else importance, n_cached)
         chosen = weighted_levels(chosen, weighting)
     manifest = _write(
         out,
@@ -173,6 +204,8 @@ def save_cache(
         chunk_tokens or (origin.manifest.chunk_tokens if origin else CHUNK_TOKENS),
         ids,
         layers,
+        states,
+        kept,
         table,
         weighting,
         origin=origin,
@@ -206,11 +239,16 @@ def save_extended(
     ------
     PromptMismatch
         ``token_ids`` do not continue the context.
+    UnsupportedError
+        The cache has grown, and tokens were evicted from it.
     ValueError
         ``token_ids`` are missing, or new tokens are to be encoded at levels that were encoded with
         a caller's own weights.
     """
     length, known = cache.get_seq_length(), cache.known_length
+    origin = Origin.of(cache)
+    assert origin is not None
+    kept = origin.kept()
     if token_ids is None and length > known:
         raise ValueError(
             f"the cache has grown from {known} to {length} tokens; pass token_ids, the ids that "
@@ -223,8 +261,6 @@ def save_extended(
             f"expected the ids of all {length} cached tokens, at least one, starting with the "
             f"context's {common}; got {len(ids)} ids"
         )
-    origin = Origin.of(cache)
-    assert origin is not None
     return _write(
         out,
         origin.manifest.identity,
@@ -232,8 +268,10 @@ def save_extended(
         origin.manifest.chunk_tokens,
         ids[:length],
         cached_layers(cache),
+        cached_states(cache),
+        kept,
         origin.table,
-        recorded_importance(origin.manifest.levels, length),
+        recorded_importance(origin.manifest.levels, _count(kept, length)),
         origin=origin,
         progress=progress,
     )
@@ -246,6 +284,8 @@ def _write(
     chunk_tokens: int,
     token_ids: Tensor,
     layers: Sequence[CachedLayer],
+    states: Mapping[int, LayerStates],
+    kept: NDArray[np.bool_] | None,
     table: ModelTable | None,
     importance: Importance | None,
     *,
@@ -253,7 +293,8 @@ def _write(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Manifest:
-    codecs = [codec_for(level, identity.layout, table, importance) for level in levels]
+    positions = kept_positions(kept)
+    codecs = [codec_for(level, identity.layout, table, importance, positions) for level in levels]
     held_from = [layer.first for layer in layers]
     if origin is not None and origin.is_same(identity, levels, chunk_tokens, token_ids):
         held_from = origin.held_from()
@@ -265,6 +306,7 @@ def _write(
             chunk_tokens,
             token_ids.numpy(),
             held_from=held_from,
+            kept=kept,
             overwrite=overwrite,
         ) as writer,
         ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -282,9 +324,15 @@ def _write(
             else:
                 segments = _encode_chunk(plan, layers, codecs, pool)
                 writer.add_chunk(plan, segments, origin.source(plan) if origin else EXACT)
-        manifest = writer.commit()
+        source = origin.states_source(len(token_ids)) if origin else EXACT
+        manifest = writer.commit(pack_states(states), source)
     warn_of_misfit(manifest, table)
     return manifest
+
+
+def _count(kept: NDArray[np.bool_] | None, n_tokens: int) -> int:
+    """Tokens that each head has of ``n_tokens``."""
+    return n_tokens if kept is None else int(kept[0, 0].sum())
 
 
 def _check_copied(plans: Sequence[ChunkPlan], origin: Origin | None) -> None:
@@ -312,12 +360,9 @@ def _encode_chunk(
         start = plan.start + skipped.get(layer, 0)
         if start == plan.end:
             return [b""] * len(codecs)
-        segments = []
-        for codec in codecs:
-            members = codec.members(layer)
-            tensors = [t for member in members for t in layers[member].tokens(start, plan.end)]
-            segments.append(codec.encode(layer, tensors, start) if members else b"")
-        return segments
+        return encode_levels(
+            codecs, layer, lambda member: layers[member].tokens(start, plan.end), start
+        )
 
     by_layer = list(pool.map(encode_layer, range(len(layers))))
     return [list(segments) for segments in zip(*by_layer, strict=True)]
@@ -346,9 +391,10 @@ def _weighting(importance: Mode | ArrayLike | Tensor, n_tokens: int) -> Importan
     return Importance("predicted", n_tokens, weights.detach())
 
 
-def _token_ids(
+def context_ids(
     tokenizer: PreTrainedTokenizerBase | None, text_or_ids: str | Tensor | Sequence[int]
 ) -> Tensor:
+    """Token ids ``[T]`` of a context; ValueError if there are none or of several sequences."""
     if isinstance(text_or_ids, str):
         if tokenizer is None:
             raise ValueError("expected a tokenizer for the text")
@@ -372,19 +418,20 @@ def _resolve_table(
     model: PreTrainedModel,
     layout: KVLayout,
     layers: Sequence[CachedLayer],
+    kept: NDArray[np.bool_] | None,
     hub_options: dict[str, Any],
 ) -> tuple[ModelTable | None, str]:
     """The table, and its Hub repository or "embedded"."""
-    if tables is None:
+    if tables is None or not layers:
         return None, EMBEDDED
     if tables == "auto":
-        return profile_cache(model, layout, layers), EMBEDDED
+        return profile_cache(model, layout, layers, kept_positions(kept)), EMBEDDED
     table, location = load_table(tables, **hub_options)
     table.check_layout(layout)
     return table, location
 
 
-def _refer(
+def refer(
     table: ModelTable | None, location: str, levels: Sequence[LevelRecord]
 ) -> TableRef | None:
     """How an artefact with these levels refers to a table; None if none of them needs it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
-from hf_cachegen.hf.hub import hub_id
+from hf_cachegen.hf.hub import hub_id, prepare_repo
 from hf_cachegen.levels import lossy_levels
 from hf_cachegen.stores import LocalStore
 from hf_cachegen.tables import CARD_NAME, RECORD_NAME, ModelTable
@@ -33,7 +33,9 @@ def push_table(
         A complete table.
     repo_id
         ``org/name``, or a name for a repository of one's own; created if need be.
-    commit_message, private, token, revision, endpoint
+    revision
+        Branch, created if need be; by default the main one.
+    commit_message, private, token, endpoint
         As everywhere in huggingface_hub.
 
     Returns
@@ -47,7 +49,7 @@ def push_table(
     if not card.exists():
         card.write_text(table_card(table), encoding="utf-8")
     api = HfApi(endpoint=endpoint, token=token)
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    repo_id = prepare_repo(api, repo_id, private, revision)
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=Path(folder),

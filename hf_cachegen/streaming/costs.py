@@ -11,6 +11,10 @@ from hf_cachegen.streaming.rates import MachineRates
 PROMPT_TOKENS = 32
 """Tokens that are expected to follow a context until it is known how many do."""
 
+PASS_MARGIN = 1.25
+"""Factor on the seconds of a pass of the model that a policy reckons with: it shares the processor
+with decoders and with what else runs, of which its estimate knows nothing."""
+
 
 class StreamCosts:
     """The seconds that a policy reckons with.
@@ -40,6 +44,7 @@ class StreamCosts:
         self._rates = rates
         self._link = _server(location)
         self._workers = workers
+        self._sizes = [manifest.read_bytes(chunk) for chunk in range(len(manifest.chunks))]
         channels = [layer.channels for layer in manifest.identity.layout.layers]
         self._values = [
             [(chunk.end - chunk.first_token(i)) * n for i, n in enumerate(channels)]
@@ -48,9 +53,13 @@ class StreamCosts:
 
     def decode_s(self) -> list[list[float]]:
         """Seconds to decode with all threads, ``[chunk][level]``."""
-        levels = self._manifest.levels
-        value_s = [self._rates.decode_s(level, 1) / self._workers for level in levels]
-        return [[sum(values) * seconds for seconds in value_s] for values in self._values]
+        return [
+            [
+                self._rates.decode_s(level, sum(values), n_bytes) / self._workers
+                for level, n_bytes in zip(self._manifest.levels, sizes, strict=True)
+            ]
+            for values, sizes in zip(self._values, self._sizes, strict=True)
+        ]
 
     def recompute_s(self) -> list[float] | None:
         """Seconds to recompute each chunk; None before the model's speed is known."""
@@ -59,8 +68,12 @@ class StreamCosts:
         ]
         return [s for s in seconds if s is not None] or None
 
+    def segment_s(self) -> float:
+        """Seconds to decode the last segment, of whatever level."""
+        return max(map(self._rates.segment_s, self._manifest.levels))
+
     def tail_s(self, overlap_s: float) -> float:
-        """Seconds from the last byte to the first token: decoding it, and the prompt's own pass.
+        """Seconds to allow from the last byte to the first token: its segment, the prompt's pass.
 
         Parameters
         ----------
@@ -69,9 +82,8 @@ class StreamCosts:
             to the next. The last layer's part of it is always left.
         """
         n_tokens, n_layers = self._manifest.tokens.n, self._manifest.n_layers
-        segment_s = max(self.decode_s()[-1]) / n_layers
-        pass_s = self._rates.prefill_s(n_tokens, self.prompt_tokens) or 0.0
-        return segment_s + pass_s - min(pass_s, overlap_s) * (n_layers - 1) / n_layers
+        pass_s = PASS_MARGIN * (self._rates.prefill_s(n_tokens, self.prompt_tokens) or 0.0)
+        return self.segment_s() + pass_s - min(pass_s, overlap_s) * (n_layers - 1) / n_layers
 
     def link_bytes_per_s(self) -> list[float]:
         """The link's rates in earlier streams, oldest first."""
@@ -81,11 +93,13 @@ class StreamCosts:
         """Learn from a transfer."""
         self._rates.note_link(self._link, bytes_per_s)
 
-    def note_decode(self, chunk: int, level: int, layers: Sequence[int], seconds: float) -> None:
-        """Learn from a segment that carried ``layers``."""
+    def note_decode(
+        self, chunk: int, level: int, layers: Sequence[int], n_bytes: int, seconds: float
+    ) -> None:
+        """Learn from a segment of ``n_bytes`` that carried ``layers``."""
         n_values = sum(self._values[chunk][layer] for layer in layers)
         if n_values:
-            self._rates.note_decode(self._manifest.levels[level], n_values, seconds)
+            self._rates.note_decode(self._manifest.levels[level], n_values, n_bytes, seconds)
 
     def note_recompute(self, chunk: int, seconds: float) -> None:
         """Learn from a recomputed chunk."""

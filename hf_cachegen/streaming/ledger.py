@@ -20,7 +20,7 @@ class Ledger:
     of the choices, once everything before the chunk is in place. Refinements write over chunks that
     are in place, and never while a recomputation may read them. They end when the policy has come
     to an end or the time they were given has passed, whichever is first, and then the context is
-    ready for use.
+    ready for use: what is still queued for the decoders is not of use any more.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Ledger:
     """
 
     def __init__(self, layers: Sequence[Sequence[int]], *, room: int) -> None:
-        self._n_layers = [len(chunk) for chunk in layers]
+        self._layers = layers
         self._missing = [set(chunk) for chunk in layers]
         self._handed_over = [False] * len(layers)
         self._segments = [0] * len(layers)  # of each chunk, on their way through the decoders
@@ -59,9 +59,13 @@ class Ledger:
         """Whether another segment may be handed over at once."""
         return self._in_memory < self._room
 
+    def is_wanted(self, step: StreamStep) -> bool:
+        """Whether more of what a step brings is of use: to fetch it, or to decode it."""
+        return not self.ended and not (step.refinement and not self._may_refine())
+
     def share_in_flight(self, chunk: int) -> float:
         """Share of a chunk's segments that are handed over and not yet decoded."""
-        return self._segments[chunk] / max(self._n_layers[chunk], 1)
+        return self._segments[chunk] / max(len(self._layers[chunk]), 1)
 
     def recompute_backlog_s(self) -> float:
         """Predicted seconds of the recomputations that are queued and not yet done."""
@@ -75,8 +79,8 @@ class Ledger:
     def admit(self, step: StreamStep, data: bytes) -> bool:
         """Wait for room for a segment and count it; False if it is not wanted any more."""
         with self._changed:
-            self._wait(lambda: self.has_room or not self._is_wanted(step))
-            if not self._is_wanted(step):
+            self._wait(lambda: self.has_room or not self.is_wanted(step))
+            if not self.is_wanted(step):
                 return False
             self._segments[step.chunk] += 1
             self._in_memory += bool(data)
@@ -112,8 +116,8 @@ class Ledger:
     def await_refinable(self, step: StreamStep) -> bool:
         """Wait until a chunk may be written over; False if that is not wanted any more."""
         with self._changed:
-            self._wait(lambda: self._is_still(step.chunk) or not self._is_wanted(step))
-            return self._is_wanted(step)
+            self._wait(lambda: self._is_still(step.chunk) or not self.is_wanted(step))
+            return self.is_wanted(step)
 
     def end_fetching(self) -> None:
         """Nothing more will be admitted or queued."""
@@ -133,6 +137,16 @@ class Ledger:
                 self._missing[step.chunk].difference_update(layers)
                 self._check_whole(step.chunk)
             self._changed.notify_all()
+
+    def fail_decoding(self, step: StreamStep, error: Exception) -> None:
+        """End the stream, as a segment cannot be decoded.
+
+        A refinement may have written over a part of what was in place of its chunk by then.
+        """
+        with self._changed:
+            if step.refinement:
+                self._missing[step.chunk].update(self._layers[step.chunk])
+            self.fail(error)
 
     # What the user of the context calls.
 
@@ -231,10 +245,6 @@ class Ledger:
         """Whether a chunk is in place and nobody writes it or may read it."""
         busy = self._missing[chunk] or self._segments[chunk]
         return not busy and all(step.chunk < chunk for step, _ in self._recomputes)
-
-    def _is_wanted(self, step: StreamStep) -> bool:
-        """Whether more of what a step brings is of use. What was admitted is used in any case."""
-        return not self.ended and not (step.refinement and not self._may_refine())
 
     def _may_refine(self) -> bool:
         return not self._settled and time.monotonic() < self._stop_at

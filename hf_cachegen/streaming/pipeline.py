@@ -13,8 +13,8 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from hf_cachegen.artifact.manifest import EXACT
 from hf_cachegen.artifact.reader import Artifact
@@ -23,18 +23,32 @@ from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.ledger import Ledger
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement
 from hf_cachegen.streaming.rates import MachineRates
+from hf_cachegen.streaming.segment_queue import QueuedSegment, SegmentQueue
 from hf_cachegen.streaming.situation import Situation
 from hf_cachegen.streaming.steps import StreamStep
-from hf_cachegen.streaming.transfer import Meter, SegmentReader
+from hf_cachegen.streaming.transfer import (
+    MIN_SAMPLE_BYTES,
+    Meter,
+    SegmentReader,
+    with_pauses,
+)
 
 MIN_SEGMENTS_IN_FLIGHT = 8
 
+CHUNKS_TOGETHER = 4
+"""Chunks' worth of segments that may wait in memory for decoders that take several at once: of a
+codec with a segment a layer, a decoder finds as many of one layer."""
+
 RECONSIDER_S = 0.5
-"""How long a chunk may take in any case before the policy is asked about it again."""
+"""How long a chunk may take in any case before the policy is asked about it again, and how often
+that is done while nothing arrives."""
 
 DecodeSegment = Callable[[int, int, int, bytes], Sequence[int]]
 """Called with (chunk, level, layer, data), from several threads; returns the layers that now have
 all their values of this chunk."""
+
+DecodeSegments = Callable[[int, int, Sequence[tuple[int, bytes]]], Sequence[int]]
+"""Called with (level, layer, [(chunk, data), ...]), as :data:`DecodeSegment` for each of them."""
 
 RecomputeChunk = Callable[[int], Iterator[None]]
 """Called with a chunk whose predecessors are in place. Each step of the iterator is a piece of
@@ -42,7 +56,7 @@ work; the chunk is in place when there is none left."""
 
 
 class ChunkStream:
-    """Streams an artefact's chunks into place.
+    """Streams an artefact's states, if it has any, and then its chunks into place.
 
     Parameters
     ----------
@@ -54,6 +68,8 @@ class ChunkStream:
         Per chunk, the layers that need it, ascending.
     decode
         Decodes one segment to where its values belong.
+    decode_many
+        Decodes segments of one level and layer; None if that is not faster than one by one.
     recompute
         Computes a chunk from its token ids; None if that cannot be done.
     holds_past
@@ -74,6 +90,7 @@ class ChunkStream:
         layers: Sequence[Sequence[int]],
         decode: DecodeSegment,
         *,
+        decode_many: DecodeSegments | None = None,
         recompute: RecomputeChunk | None = None,
         holds_past: Sequence[bool] | None = None,
         rates: MachineRates | None = None,
@@ -89,15 +106,20 @@ class ChunkStream:
         self._policy = policy
         self._layers = layers
         self._decode = decode
+        self._decode_many = decode_many
+        self._queue = SegmentQueue(together=decode_many is not None)
         self._recompute = recompute
+        self._states: Future[bytes] = Future()
         self._steps: list[StreamStep] = []
-        self._sources = [EXACT] * len(layers)
         self._reader = SegmentReader(artifact, keep=_refines(policy))
         self._ledger = Ledger(
             layers,
             # Half a chunk's worth, for which a slow decoder holds up the link. More would show
-            # beside the cache itself at levels that are hardly smaller than it.
-            room=max(manifest.n_layers // 2, MIN_SEGMENTS_IN_FLIGHT),
+            # beside the cache itself at levels that are hardly smaller than it, on the CPU.
+            room=max(
+                manifest.n_layers * CHUNKS_TOGETHER if decode_many else manifest.n_layers // 2,
+                MIN_SEGMENTS_IN_FLIGHT,
+            ),
         )
         holds_past = [True] * len(layers) if holds_past is None else holds_past
         self._now = Situation(
@@ -107,7 +129,7 @@ class ChunkStream:
             None if recompute is None else holds_past,
             time.monotonic() if started_at is None else started_at,
         )
-        self._lock = threading.Lock()  # of the steps' seconds and the sources
+        self._lock = threading.Lock()  # of the steps
         self._decoders = ThreadPoolExecutor(self._workers, thread_name_prefix="hf-cachegen-decode")
         self._fetcher = threading.Thread(target=self._run, name="hf-cachegen-fetch", daemon=True)
         self._fetcher.start()
@@ -122,6 +144,18 @@ class ChunkStream:
         """
         self._ledger.wait_layer(layer, self._recompute_step)
 
+    def take_states(self) -> bytes:
+        """Wait for the file of the context's states and hand it over, once.
+
+        Raises
+        ------
+        StoreError, FormatError
+            It cannot be read, or is damaged.
+        """
+        data = self._states.result()
+        self._states = Future()  # the bytes are the caller's now
+        return data
+
     def wait_transfers(self) -> None:
         """Return once everything is fetched, or the stream has ended before that."""
         self._ledger.wait_fetched()
@@ -134,10 +168,20 @@ class ChunkStream:
     def sources(self) -> list[str]:
         """By chunk, the name of the lossy level that its values come from, or ``"exact"``.
 
-        What was recomputed is as good as the chunks before it.
+        What was recomputed is as good as the chunks before it. A refinement counts once all layers
+        have it.
         """
-        with self._lock:
-            return list(self._sources)
+        levels = self.artifact.manifest.levels
+        sources = [EXACT] * len(self._layers)
+        # Whatever is written over, or read for a recomputation, was finished before that.
+        for step in self.report():
+            if step.finished and step.level == TEXT:
+                before = [source for source in sources[: step.chunk] if source != EXACT]
+                sources[step.chunk] = before[0] if before else EXACT
+            elif step.finished:
+                level = levels[step.level]
+                sources[step.chunk] = EXACT if level.exact else level.name
+        return sources
 
     def close(self, *, wait: bool = True) -> None:
         """End transfers and decoding.
@@ -155,6 +199,8 @@ class ChunkStream:
 
     def _run(self) -> None:
         try:
+            if self.artifact.manifest.states is not None:
+                self._fetch_states()
             for chunk in range(len(self._layers)):
                 level = self._policy.choose(self._now.state(self._policy))
                 self._take(chunk, level)
@@ -168,6 +214,22 @@ class ChunkStream:
             self._reader.forget()
             self._decoders.shutdown(wait=False)  # they end when nothing is left to decode
             self._ledger.end_fetching()
+
+    def _fetch_states(self) -> None:
+        """Fetch the states first: any layer may need its own before anything else."""
+        meter = Meter()
+        try:
+            try:
+                data = self.artifact.read_states()
+            except FormatError:  # what a second request brings may be intact
+                data = self.artifact.read_states()
+        except BaseException as error:
+            self._states.set_exception(error)
+            raise
+        meter.size_bytes = len(data)
+        if meter.size_bytes >= MIN_SAMPLE_BYTES:
+            self._note_rate(meter)
+        self._states.set_result(data)
 
     def _take(self, chunk: int, level: int) -> None:
         if level != TEXT and not self._fetch(self._begin(chunk, level)):
@@ -208,40 +270,64 @@ class ChunkStream:
         """Hand a chunk's segments to the decoders; False if it was given up.
 
         A refinement is once it is late. Any other chunk is if the policy has come to prefer its
-        text, seeing how fast it arrives.
+        text, seeing how fast it arrives, or that nothing does.
         """
-        meter = Meter()
-        segments = self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
+        meter, n_missing = Meter(), len(self._layers[step.chunk])
+        segments = self._segments(step, meter)
         try:
-            for layer, data in segments:
-                if not self._ledger.has_room:
-                    meter.hold_up()
-                if not self._ledger.admit(step, data):
-                    return False
-                self._decoders.submit(self._decode_segment, step, layer, data)
-                if self._prefers_text(step, meter):
+            for segment in segments:
+                if segment is not None:
+                    n_missing -= 1
+                    if not self._ledger.has_room:
+                        meter.hold_up()
+                    if not self._ledger.admit(step, segment[1]):
+                        return False
+                    if n_missing == 0:  # before anyone can see the chunk in place
+                        self._note_transfer(step, meter)
+                        self._finish(step)
+                    self._queue.put(QueuedSegment(step, *segment))
+                    self._decoders.submit(self._decode_next)
+                if self._prefers_text(step, meter, stalled=segment is None):
                     return False
         finally:
             segments.close()
-            step.size_bytes, step.transfer_s = meter.size_bytes, meter.seconds
+            self._note_transfer(step, meter)
             self._note_rate(meter)
         self._finish(step)
         self._ledger.handed_over(step.chunk)
         return True
 
-    def _prefers_text(self, step: StreamStep, meter: Meter) -> bool:
+    def _segments(
+        self, step: StreamStep, meter: Meter
+    ) -> Generator[tuple[int, bytes] | None, None, None]:
+        """(layer, bytes) as they arrive; of what may become text also None while nothing does."""
+        segments = self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
+        if not self._may_prefer_text(step):
+            yield from segments
+        else:
+            yield from with_pauses(segments, RECONSIDER_S)
+
+    def _may_prefer_text(self, step: StreamStep) -> bool:
+        return not step.refinement and self._policy.adapts and self._recompute is not None
+
+    def _prefers_text(self, step: StreamStep, meter: Meter, *, stalled: bool) -> bool:
         """Whether the policy would now rather recompute a chunk that is late.
 
         It is not asked before the chunk has taken as long as was expected for all of it: the first
         bytes come after a latency, and tell little.
         """
-        if step.refinement or not self._policy.adapts or self._recompute is None:
+        if not self._may_prefer_text(step):
             return False
-        rate = meter.bytes_per_s()
+        # Of a link that stands still, the average is more than what it gives now.
+        rate = max(meter.size_bytes, 1) / meter.seconds if stalled else meter.bytes_per_s()
         if rate is None or meter.seconds < max(step.predicted_transfer_s or 0.0, RECONSIDER_S):
             return False
         now = self._now.state_during(self._policy, step, meter.size_bytes, rate)
         return min(now.sizes_bytes[step.chunk]) > 0 and self._policy.choose(now) == TEXT
+
+    def _note_transfer(self, step: StreamStep, meter: Meter) -> None:
+        with self._lock:
+            step.size_bytes, step.transfer_s = meter.size_bytes, meter.seconds
 
     def _note_rate(self, meter: Meter) -> None:
         rate = meter.bytes_per_s()
@@ -249,24 +335,58 @@ class ChunkStream:
             self._now.throughputs.append(rate)
             self.costs.note_transfer(rate)
 
+    def _decode_next(self) -> None:
+        segments = self._queue.take()
+        if len(segments) > 1 and self._decode_together(segments):
+            return
+        for segment in segments:
+            self._decode_segment(*segment)
+
+    def _decode_together(self, segments: Sequence[QueuedSegment]) -> bool:
+        """False if that cannot be: one by one, it shows which of them is late or damaged."""
+        assert self._decode_many is not None
+        if not all(self._ledger.is_wanted(segment.step) for segment in segments):
+            return False
+        level, layer = segments[0].step.level, segments[0].layer
+        started = time.perf_counter()
+        try:
+            done = self._decode_many(level, layer, [(s.step.chunk, s.data) for s in segments])
+        except Exception:
+            return False
+        seconds = (time.perf_counter() - started) / len(segments)
+        for step, _, data in segments:
+            self._note_decoded(step, done, len(data), seconds)
+            self._ledger.decoded(step, data, done)
+        return True
+
     def _decode_segment(self, step: StreamStep, layer: int, data: bytes) -> None:
         done: Sequence[int] = ()
         try:
-            if not self._ledger.ended:
+            if self._ledger.is_wanted(step):
                 started = time.perf_counter()
                 done = self._decode(step.chunk, step.level, layer, data)
-                self._note_decoded(step, done, time.perf_counter() - started)
+                self._note_decoded(step, done, len(data), time.perf_counter() - started)
+            else:
+                self._note_dropped(step)
         except CacheGenError as error:
-            self._ledger.fail(self._reader.located(step.chunk, step.level, layer, error))
+            located = self._reader.located(step.chunk, step.level, layer, error)
+            self._ledger.fail_decoding(step, located)
         except Exception as error:
-            self._ledger.fail(error)
+            self._ledger.fail_decoding(step, error)
         finally:
             self._ledger.decoded(step, data, done)
 
-    def _note_decoded(self, step: StreamStep, layers: Sequence[int], seconds: float) -> None:
-        self.costs.note_decode(step.chunk, step.level, layers, seconds)
+    def _note_decoded(
+        self, step: StreamStep, layers: Sequence[int], n_bytes: int, seconds: float
+    ) -> None:
+        self.costs.note_decode(step.chunk, step.level, layers, n_bytes, seconds)
         with self._lock:
             step.decode_s = (step.decode_s or 0.0) + seconds / self._workers
+
+    def _note_dropped(self, step: StreamStep) -> None:
+        with self._lock:
+            step.dropped_segments += 1
+            step.finished = False
 
     def _recompute_step(self, step: StreamStep) -> bool:
         assert self._recompute is not None
@@ -282,15 +402,8 @@ class ChunkStream:
         return True
 
     def _finish(self, step: StreamStep) -> None:
-        levels = self.artifact.manifest.levels
         with self._lock:
-            step.finished = True
-            if step.level == TEXT:
-                before = [source for source in self._sources[: step.chunk] if source != EXACT]
-                self._sources[step.chunk] = before[0] if before else EXACT
-            else:
-                exact = levels[step.level].exact
-                self._sources[step.chunk] = EXACT if exact else levels[step.level].name
+            step.finished = not step.dropped_segments
 
 
 def _refines(policy: Policy) -> bool:

@@ -50,8 +50,10 @@ class StreamState:
     compute_free_s
         When the decoding and recomputing that is under way ends, in seconds since the stream began.
     tail_s
-        Seconds from the last byte to the first token: decoding of one chunk and the prompt's own
-        prefill.
+        Seconds from the last byte to the first token: decoding of what came last, and the prompt's
+        own prefill.
+    tail_decode_s
+        The part of them that is decoding.
     """
 
     sizes_bytes: Sequence[Sequence[int]]
@@ -62,6 +64,7 @@ class StreamState:
     recompute_s: Sequence[float] = ()
     compute_free_s: float = 0.0
     tail_s: float = 0.0
+    tail_decode_s: float = 0.0
 
     @property
     def next_chunk(self) -> int:

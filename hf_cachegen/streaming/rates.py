@@ -7,8 +7,9 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from hf_cachegen.artifact.manifest import LevelRecord
 
 RECENT_SEGMENTS = 64
 """Decoded segments whose median counts. The first one may have waited for a compiler."""
+
+MOST = 0.9
+"""Of the segments: some groups of layers take longer than others, and any may be the last."""
 
 REMEMBERED_S = 300.0
 """How long rates of a link are worth remembering for the next stream over it."""
@@ -83,7 +87,7 @@ class MachineRates:
     def __init__(self) -> None:
         self.prefill: PrefillCost | None = None
         self._prefill_ratio = 1.0
-        self._decode: dict[tuple[str, str], deque[float]] = {}
+        self._decode: dict[tuple[str, str], deque[_Decoded]] = {}
         self._links: dict[str, deque[tuple[float, float]]] = {}
         self._lock = threading.Lock()
 
@@ -100,26 +104,36 @@ class MachineRates:
                 ratio = seconds / self.prefill.seconds(start, n_tokens)
                 self._prefill_ratio = _MEMORY * self._prefill_ratio + (1 - _MEMORY) * ratio
 
-    def decode_s(self, level: LevelRecord, n_values: int) -> float:
-        """Seconds of one thread to decode values at a level.
+    def decode_s(self, level: LevelRecord, n_values: int, n_bytes: int) -> float:
+        """Seconds of one thread to decode values that are encoded in so many bytes at a level.
 
-        A level that was never decoded is taken to be like another of its codec, or of any. Before
-        anything was decoded it is 0.
+        Of a level that was never decoded, what its bytes take is inferred from others of its codec,
+        or of any. Before anything was decoded it is 0, and for no values at all.
         """
+        if not n_values:
+            return 0.0
         with self._lock:
             own = self._decode.get((level.codec, level.name))
             kin = [v for (codec, _), v in self._decode.items() if codec == level.codec]
-            known = [own] if own else kin or list(self._decode.values())
-            rates = [statistics.median(values) for values in known]
-        return n_values * statistics.fmean(rates) if rates else 0.0
+            known = [
+                (_median(d.n_bytes / d.n_values for d in seen), _median_value_s(seen))
+                for seen in ([own] if own else kin or self._decode.values())
+            ]
+        if own or not known:
+            return n_values * sum(value_s for _, value_s in known)
+        return n_values * _inferred(sorted(known), n_bytes / n_values)
 
-    def note_decode(self, level: LevelRecord, n_values: int, seconds: float) -> None:
+    def segment_s(self, level: LevelRecord) -> float:
+        """Seconds that suffice one thread for most segments of a level; 0 if none was decoded."""
+        with self._lock:
+            seen = [d.seconds for d in self._decode.get((level.codec, level.name), ())]
+        return float(np.quantile(seen, MOST)) if seen else 0.0
+
+    def note_decode(self, level: LevelRecord, n_values: int, n_bytes: int, seconds: float) -> None:
         """Learn from a decoded segment."""
         with self._lock:
-            known = self._decode.setdefault(
-                (level.codec, level.name), deque(maxlen=RECENT_SEGMENTS)
-            )
-            known.append(seconds / n_values)
+            seen = self._decode.setdefault((level.codec, level.name), deque(maxlen=RECENT_SEGMENTS))
+            seen.append(_Decoded(n_values, n_bytes, seconds))
 
     def link_bytes_per_s(self, link: str) -> list[float]:
         """The last rates of a link, oldest first, but those that are too old."""
@@ -132,6 +146,35 @@ class MachineRates:
         with self._lock:
             known = self._links.setdefault(link, deque(maxlen=REMEMBERED_TRANSFERS))
             known.append((time.monotonic(), bytes_per_s))
+
+
+class _Decoded(NamedTuple):
+    """A segment that was decoded."""
+
+    n_values: int
+    n_bytes: int
+    seconds: float
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(list(values))
+
+
+def _median_value_s(seen: Iterable[_Decoded]) -> float:
+    return _median(decoded.seconds / decoded.n_values for decoded in seen)
+
+
+def _inferred(known: Sequence[tuple[float, float]], bytes_per_value: float) -> float:
+    """Seconds per value at a number of bytes per value, from those that were seen, ascending.
+
+    Between two, on the line through them. Beyond them the costlier of two guesses, that a value
+    takes as long as the nearest, and that a byte does: a target is missed by too low a cost only.
+    """
+    sizes, seconds = zip(*known, strict=True)
+    if sizes[0] <= bytes_per_value <= sizes[-1]:
+        return float(np.interp(bytes_per_value, sizes, seconds))
+    size, value_s = known[0 if bytes_per_value < sizes[0] else -1]
+    return value_s * max(1.0, bytes_per_value / size)
 
 
 def _pairs(start: int, n_tokens: int) -> float:

@@ -9,15 +9,11 @@ from collections.abc import Sequence
 
 from hf_cachegen.artifact.manifest import Manifest
 from hf_cachegen.errors import UnsupportedError
-from hf_cachegen.streaming.costs import StreamCosts
+from hf_cachegen.streaming.costs import PASS_MARGIN, StreamCosts
 from hf_cachegen.streaming.estimate import RateEstimate
 from hf_cachegen.streaming.ledger import Ledger
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
 from hf_cachegen.streaming.steps import StreamStep
-
-RECOMPUTE_MARGIN = 1.25
-"""Factor on the seconds of a recomputation that a policy reckons with: it shares the processor with
-decoders and with what else runs, of which its estimate knows nothing."""
 
 
 class Situation:
@@ -74,6 +70,7 @@ class Situation:
             recompute_s=self._recompute_s(),
             compute_free_s=elapsed_s + self._backlog_s(),
             tail_s=self._costs.tail_s(overlap_s=0.0),
+            tail_decode_s=self._costs.segment_s(),
         )
         refines_until_s = policy.refines_until_s(state)
         self._ledger.refine_until(self.started_at + refines_until_s)
@@ -132,7 +129,7 @@ class Situation:
             for chunk, level in enumerate(self.chosen)
             if level != TEXT
         )
-        return decode_s + RECOMPUTE_MARGIN * self._ledger.recompute_backlog_s()
+        return decode_s + PASS_MARGIN * self._ledger.recompute_backlog_s()
 
     def _recompute_s(self) -> list[float]:
         """Seconds to recompute each chunk, infinite where it cannot be; empty if none can."""
@@ -144,7 +141,7 @@ class Situation:
             # A chunk that is still to be chosen may follow another such chunk.
             follows = possible and chunk > len(self.chosen)
             possible = self._can_recompute(chunk) or follows
-            seconds[chunk] = RECOMPUTE_MARGIN * seconds[chunk] if possible else math.inf
+            seconds[chunk] = PASS_MARGIN * seconds[chunk] if possible else math.inf
         return seconds
 
     def _can_recompute(self, chunk: int) -> bool:

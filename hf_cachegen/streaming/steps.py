@@ -20,7 +20,10 @@ class StreamStep:
     refinement
         Whether the chunk was there already, at a coarser level.
     finished
-        Whether the chunk has this level now. A refinement may have been given up in between.
+        Whether the chunk has this level now. A refinement may have been given up in between, and
+        then some layers may have it.
+    dropped_segments
+        Segments that had arrived and were not decoded, since it was too late for them.
     size_bytes
         What travelled for it, the chunk's index not counted.
     transfer_s
@@ -36,6 +39,7 @@ class StreamStep:
     started_s: float
     refinement: bool = False
     finished: bool = False
+    dropped_segments: int = 0
     size_bytes: int = 0
     transfer_s: float | None = None
     decode_s: float | None = None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from typing import TypeVar
 
 from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.container import ChunkIndex
 from hf_cachegen.errors import CacheGenError, FormatError
+
+T = TypeVar("T")
 
 MIN_SAMPLE_BYTES = 1 << 16
 """A part of a transfer tells the link's rate if it is not smaller than that."""
@@ -147,6 +153,44 @@ class SegmentReader:
             except FormatError as error:
                 raise self.located(chunk, level, layer, error) from error
         return data
+
+
+def with_pauses(
+    source: Generator[T, None, None], pause_s: float
+) -> Generator[T | None, None, None]:
+    """What a generator yields, and None each time that nothing has come for ``pause_s``.
+
+    The generator runs in a thread of its own, no further than what is asked for. Closing this one
+    closes it as soon as it has come to its next item or error, which may be long after.
+    """
+    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        with contextlib.closing(source):
+            while wanted.get():
+                try:
+                    found.put((next(source, None), None))
+                except BaseException as error:
+                    found.put((None, error))
+
+    threading.Thread(target=run, name="hf-cachegen-receive", daemon=True).start()
+    try:
+        while True:
+            wanted.put(True)
+            while True:
+                try:
+                    item, error = found.get(timeout=pause_s)
+                    break
+                except queue.Empty:
+                    yield None
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+    finally:
+        wanted.put(False)
 
 
 def _runs(

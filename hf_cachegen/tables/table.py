@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,9 @@ class ModelTable:
     """
 
     record: TableRecord
-    tables: Mapping[str, CodecTables]
-    payloads: Mapping[str, bytes]
+    # Not in the representation: of megabytes, that takes half a second.
+    tables: Mapping[str, CodecTables] = field(repr=False)
+    payloads: Mapping[str, bytes] = field(repr=False)
 
     @classmethod
     def build(

@@ -56,9 +56,11 @@ def _segments(plan: ChunkPlan, n_levels: int) -> list[list[bytes]]:
 
 @pytest.fixture(scope="session")
 def save(identity: Identity, levels: tuple[LevelRecord, ...]) -> Save:
-    """``save(folder, token_ids, **changes)`` writes a whole artefact."""
+    """``save(folder, token_ids, states=None, **changes)`` writes a whole artefact."""
 
-    def save(folder: Path, token_ids: ArrayLike, **changes: Any) -> Manifest:
+    def save(
+        folder: Path, token_ids: ArrayLike, states: bytes | None = None, **changes: Any
+    ) -> Manifest:
         arguments: dict[str, Any] = {
             "identity": identity,
             "levels": levels,
@@ -67,6 +69,6 @@ def save(identity: Identity, levels: tuple[LevelRecord, ...]) -> Save:
         with ArtifactWriter(folder, token_ids=token_ids, **{**arguments, **changes}) as writer:
             for plan in writer.missing_chunks():
                 writer.add_chunk(plan, _segments(plan, len(writer.levels)))
-            return writer.commit()
+            return writer.commit(states)
 
     return save

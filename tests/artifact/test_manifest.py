@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_cachegen.artifact import Identity, LevelRecord, Manifest
+from hf_cachegen.artifact import Identity, LevelRecord, Manifest, StatesRecord
 from hf_cachegen.artifact.manifest import MAX_MANIFEST_BYTES
 from hf_cachegen.errors import FormatError
 
@@ -61,6 +61,10 @@ def setter(*path: str | int, value: object) -> Callable[[Document], None]:
     return change
 
 
+def states_of(size_bytes: float) -> Document:
+    return {"size_bytes": size_bytes, "sha256": "ab" * 32, "source": "exact"}
+
+
 DAMAGES = [
     (swap_chunks, "follow each other"),
     (drop_chunk, "follow each other"),
@@ -71,7 +75,7 @@ DAMAGES = [
     (setter("chunks", 1, "end", value=15), "follow each other"),
     (setter("tokens", "n", value=21), "follow each other"),
     (setter("chunk_tokens", value=7), "follow each other"),
-    (setter("chunks", value=[]), "at least 1"),
+    (setter("chunks", value=[]), "follow each other from 0 to 20"),
     (setter("chunks", 0, "name", value="../../etc/passwd"), "chunks.0.name"),
     (setter("chunks", 0, "name", value="A" * 32), "chunks.0.name"),
     (setter("chunks", 0, "size_bytes", value=1), "and 1 bytes"),
@@ -98,7 +102,13 @@ DAMAGES = [
     (setter("tokens", "sha256", value="00"), "tokens.sha256"),
     (setter("chunk_tokens", value=1 << 40), "chunk_tokens"),
     (setter("identity", "layout", "dtype", value="int8"), "identity.layout.dtype"),
-    (setter("identity", "layout", "layers", value=[]), "identity.layout.layers"),
+    (setter("identity", "layout", "layers", value=[]), "states and no chunks"),
+    (setter("states", value={}), "states.size_bytes"),
+    (setter("states", value=states_of(0)), "states.size_bytes"),
+    (setter("states", value=states_of(5 << 30)), "states.size_bytes"),
+    (setter("states", value=states_of(1.0)), "states.size_bytes"),
+    (setter("states", value={**states_of(1), "sha256": "../" * 16}), "states.sha256"),
+    (setter("states", value={**states_of(1), "path": "x"}), "states.path"),
     (setter("identity", "weights", value="not hex"), "identity.weights"),
     (setter("extra", value=1), "extra"),
     (setter("format", value="other"), "format"),
@@ -230,3 +240,30 @@ def test_a_chain_may_be_as_long_as_the_ladder(
     manifest = save(tmp_path_factory.mktemp("long"), range(3), levels=levels)
     assert manifest.chain(63) == tuple(range(64))
     assert manifest.read_bytes(0)[63] == sum(manifest.chunks[0].level_bytes)
+
+
+def test_document_without_states_does_not_name_them(manifest: Manifest) -> None:
+    assert "states" not in json.loads(manifest.to_bytes())
+    assert manifest.files == manifest.chunks
+
+
+def test_states_are_a_file_beside_the_chunks(manifest: Manifest) -> None:
+    states = StatesRecord(size_bytes=9, sha256="ab" * 32)
+    fields = {**dict(manifest), "states": states}
+    found = Manifest.parse(Manifest(**fields).to_bytes())
+    assert found.states == states
+    assert found.files == (*manifest.chunks, states)
+    assert states.path == f"states-{'ab' * 16}.safetensors"
+
+
+def test_layout_without_layers_has_states_and_no_chunks(manifest: Manifest) -> None:
+    layout = manifest.identity.layout.model_copy(update={"layers": ()})
+    identity = manifest.identity.model_copy(update={"layout": layout})
+    states = StatesRecord(size_bytes=9, sha256="ab" * 32)
+    fields = {**dict(manifest), "identity": identity, "chunks": (), "states": states}
+    found = Manifest.parse(Manifest(**fields).to_bytes())
+    assert found.n_layers == 0
+    assert found.files == (states,)
+    for wrong in ({"states": None}, {"chunks": manifest.chunks}):
+        with pytest.raises(ValueError, match="states and no chunks"):
+            Manifest(**{**fields, **wrong})

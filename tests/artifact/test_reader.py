@@ -175,6 +175,54 @@ def test_oversized_files_are_refused_unread(folder: Path) -> None:
         Artifact.open(LocalStore(folder))
 
 
+STATES = bytes(range(200))
+
+
+@pytest.fixture
+def stateful(tmp_path: Path, save: Save) -> Path:
+    save(tmp_path, range(20), STATES)
+    return tmp_path
+
+
+def test_states_are_read_when_they_are_asked_for(stateful: Path) -> None:
+    store = RecordingStore(stateful)
+    artifact = Artifact.open(store)
+    assert [path for path, _, _ in store.reads] == ["cache.json", artifact.manifest.tokens.path]
+    assert artifact.read_states() == STATES
+    report = artifact.verify()
+    assert report.size_bytes == sum(chunk.size_bytes for chunk in artifact.manifest.chunks) + 200
+
+
+def test_there_may_be_no_states(folder: Path) -> None:
+    with pytest.raises(ValueError, match="an artefact with states"):
+        Artifact.open(LocalStore(folder)).read_states()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(st.data())
+def test_any_change_of_the_states_is_noticed(stateful: Path, data: st.DataObject) -> None:
+    (path,) = stateful.glob("states-*.safetensors")
+    start = data.draw(st.integers(0, len(STATES)))
+    stop = data.draw(st.integers(start, min(len(STATES), start + 20)))
+    changed = STATES[:start] + data.draw(st.binary(max_size=20)) + STATES[stop:]
+    path.write_bytes(changed)
+    artifact = Artifact.open(LocalStore(stateful))
+    try:
+        for read in (artifact.read_states, artifact.verify):
+            if changed != STATES:
+                with pytest.raises(CacheGenError, match="states-"):
+                    read()
+    finally:
+        path.write_bytes(STATES)
+
+
+def test_missing_states_are_named(stateful: Path) -> None:
+    artifact = Artifact.open(LocalStore(stateful))
+    (stateful / artifact.manifest.states.path).unlink()
+    with pytest.raises(StoreNotFound, match="states-"):
+        artifact.verify()
+
+
 def test_golden_artefact_still_opens() -> None:
     artifact = Artifact.open(LocalStore(GOLDEN))
     artifact.verify()

@@ -74,7 +74,7 @@ def files(folder: Path) -> set[str]:
 
 
 def expected_files(manifest: Manifest) -> set[str]:
-    return {"cache.json", manifest.tokens.path, *(chunk.path for chunk in manifest.chunks)}
+    return {"cache.json", manifest.tokens.path, *(record.path for record in manifest.files)}
 
 
 @pytest.fixture
@@ -118,6 +118,40 @@ def test_second_turn_writes_only_new_chunks(
         old = before[chunk.path]
         assert (after.st_ino, after.st_mtime_ns) == (old.st_ino, old.st_mtime_ns)
     assert files(tmp_path) == expected_files(second)
+
+
+def test_second_turn_replaces_the_states(tmp_path: Path, save: Save) -> None:
+    first = save(tmp_path, range(20), b"after 20")
+    second = save(tmp_path, range(34), b"after 34")
+    assert second.chunks[:2] == first.chunks[:2]
+    assert Artifact.open(LocalStore(tmp_path)).read_states() == b"after 34"
+    assert files(tmp_path) == expected_files(second)
+    assert first.states is not None
+    assert first.states.path not in files(tmp_path)
+
+
+def test_artefact_of_states_alone(tmp_path: Path, identity: Identity, open_writer: Open) -> None:
+    layout = identity.layout.model_copy(update={"layers": ()})
+    alone = identity.model_copy(update={"layout": layout})
+    for length in (20, 34):
+        with open_writer(tmp_path, range(length), identity=alone) as writer:
+            assert writer.missing_chunks() == []
+            manifest = writer.commit(str(length).encode(), "low")
+        assert verified(tmp_path) == manifest
+        assert files(tmp_path) == expected_files(manifest)
+        assert manifest.states is not None
+        assert manifest.states.source == "low"
+    with (
+        open_writer(tmp_path, range(40), identity=alone) as writer,
+        pytest.raises(ValueError, match="states and no chunks"),
+    ):
+        writer.commit()
+    with (
+        open_writer(tmp_path, range(40), identity=alone) as writer,
+        pytest.raises(ValueError, match="expected states of 1 to"),
+    ):
+        writer.commit(b"")
+    assert verified(tmp_path) == manifest
 
 
 def test_chunk_that_holds_more_of_a_sliding_layer_is_reused(
@@ -337,7 +371,10 @@ def test_folder_that_cannot_be_made(tmp_path: Path, open_writer: Open) -> None:
 
 
 @pytest.fixture(
-    params=["first save", "longer", "shorter", "other tokens", "other model", "other levels"]
+    params=[
+        *("first save", "longer", "shorter", "other tokens", "other model", "other levels"),
+        "other states",
+    ]
 )
 def interrupted(
     request: pytest.FixtureRequest, identity: Identity, levels: Levels
@@ -354,6 +391,7 @@ def interrupted(
             True,
             {"token_ids": range(20), "levels": levels[::-1], "overwrite": True},
         ),
+        "other states": (True, {"token_ids": range(34), "states": b"after 34"}),
     }
     return cases[request.param]
 
@@ -362,7 +400,8 @@ def test_crash_at_any_step_leaves_the_old_or_the_new(
     tmp_path: Path, save: Save, interrupted: tuple[bool, dict[str, object]]
 ) -> None:
     exists, arguments = interrupted
-    old = save(tmp_path / "old", range(20)) if exists else None
+    states = b"after 20" if "states" in arguments else None
+    old = save(tmp_path / "old", range(20), states) if exists else None
     if exists:  # what is kept of the old artefact is part of the new one
         shutil.copytree(tmp_path / "old", tmp_path / "new")
     new = save(tmp_path / "new", **arguments)

@@ -229,10 +229,18 @@ def test_fluctuating_link(fluctuating: SimulationReport):
     assert paper.miss_rate <= 0.12
     assert robust.miss_rate < paper.miss_rate
     assert layered.miss_rate <= 0.01
-    assert layered.loss <= robust.loss
+    assert layered.loss <= 0.8 * min(robust.loss, paper.loss)
     # With delta even its smallest level misses too often for any choice to help.
     assert fluctuating.row("fixed:delta-0").miss_rate > 0.2
     assert fluctuating.row("robust", "delta").miss_rate < fluctuating.row("fixed:delta-0").miss_rate
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_layered_meets_targets_that_can_be_met(trace: TraceName):
+    """On each of these links, who knew it beforehand could be in time."""
+    config = SimulationConfig(trace=trace, ladders=(LADDERS["transform"],), contexts=100)
+    layered = run_simulation(dataclasses.replace(config, policies=("layered",))).row("layered")
+    assert layered.miss_rate <= 0.01
 
 
 def test_rows_add_up(fluctuating: SimulationReport):

@@ -97,8 +97,69 @@ def test_slow_link_is_waited_for(measured: StreamBench):
 
 def test_report_is_json(measured: StreamBench):
     found = json.loads(json.dumps(measured.to_json()))
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert found["rows"][0]["source"] == "text"
+
+
+@pytest.fixture
+def measure(tiny_model: Any, tiny_tokenizer: Any, tiny_text: str, table_folder: Path) -> Any:
+    """``measure(mbps, **options)``: the benchmark over one link."""
+    ids = tiny_tokenizer(tiny_text, return_tensors="pt")["input_ids"][0]
+
+    def measure(mbps: float, **options: Any) -> StreamBench:
+        return bench_stream(
+            tiny_model,
+            load_table(table_folder)[0],
+            ids[:CONTEXT],
+            ids[CONTEXT : CONTEXT + AHEAD],
+            [BenchLink.constant(mbps)],
+            chunk_tokens=100,
+            progress=False,
+            **options,
+        )
+
+    return measure
+
+
+def test_clients_share_a_link(measure: Any):
+    """The level takes some 0.1 s alone; three clients each have a third of the link."""
+    sources = ["fixed:delta-3", "text"]
+    alone, together = (measure(3.0, sources=sources, runs=2, clients=n) for n in (1, 3))
+    (one, text), (three, _) = alone.rows, together.rows
+    assert together.clients == 3
+    assert (len(one.ttft_s), len(three.ttft_s)) == (2, 6)
+    assert three.size_bytes == one.size_bytes
+    assert text.size_bytes == 0
+    assert one.ttft_p50_s > one.size_bytes / 3e6 * 8
+    # The last of them comes when the link has brought everything three times.
+    for run in (three.ttft_s[:3], three.ttft_s[3:]):
+        assert max(run) > 0.9 * 3 * one.size_bytes / 3e6 * 8
+    assert three.kl_mean == pytest.approx(one.kl_mean, rel=1e-3)
+
+
+def test_policies_plan_with_their_share_of_a_link(measure: Any, monkeypatch: pytest.MonkeyPatch):
+    """No text, which takes no time here: clients that share a link have to take coarser levels."""
+    monkeypatch.setattr("hf_cachegen.hf.incoming._recomputer", lambda *_: None)
+    options = {"sources": ["paper", "robust"], "target_s": 0.5, "runs": 2}
+    alone, together = (measure(2.0, clients=n, **options) for n in (1, 4))
+    for one, four in zip(alone.rows, together.rows, strict=True):
+        assert one.shares.keys().isdisjoint({"text"})
+        assert four.size_bytes < one.size_bytes
+
+
+def test_overlap_is_measured_against_the_longer_part(measure: Any):
+    found = measure(2.0, sources=["text"], runs=1, overlap=True).overlap
+    assert [overlap.level for overlap in found] == list(LEVELS)
+    for overlap in found:
+        assert overlap.transfer_s > overlap.decode_s > 0  # the link is slow
+        assert overlap.ratio == overlap.stream_s / overlap.transfer_s
+        assert 0.8 < overlap.ratio < 1.5
+
+
+def test_there_is_someone_to_measure(measure: Any):
+    for options in ({"runs": 0}, {"clients": 0}):
+        with pytest.raises(ValueError, match="at least one"):
+            measure(1.0, **options)
 
 
 def test_unknown_source_is_named_with_those_that_are(tiny_model: Any, table_folder: Path):
@@ -139,6 +200,7 @@ def test_command(tiny_model_folder: Path, table_folder: Path, tiny_text: str, tm
             *("--table", str(table_folder), "--context", "200", "--ahead", "8", "--runs", "1"),
             *("--link-mbps", "80", "--trace", str(trace), "--chunk-tokens", "80", "--json"),
             *("--source", "text", "robust", "fixed:lossless", "--target", "1"),
+            *("--clients", "2", "--overlap"),
         ],
     )
     assert result.exit_code == 0, result.stderr
@@ -148,7 +210,12 @@ def test_command(tiny_model_folder: Path, table_folder: Path, tiny_text: str, tm
         for link in ("80 Mbit/s", "drop")
         for source in ("text", "robust", "fixed:lossless")
     ]
-    assert "TTFT p50" in result.stderr
+    assert [len(row["ttft_s"]) for row in found["rows"]] == [2] * 6
+    assert [(item["link"], item["level"]) for item in found["overlap"]] == [
+        (link, level) for link in ("80 Mbit/s", "drop") for level in LEVELS
+    ]
+    for words in ("TTFT p50", "2 clients at once", "of the longer"):
+        assert words in result.stderr
 
 
 @pytest.mark.parametrize(

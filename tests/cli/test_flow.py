@@ -259,3 +259,27 @@ def test_fetch_brings_what_a_cache_uses_of_a_table_on_the_hub(
     fetched = {path.name for path in (tmp_path / "hub-cache").glob("*/snapshots/*/*")}
     assert fetched == {"table.json", "delta.safetensors"}
     assert "transform" in json.loads(run("info", "me/table", "--json", *at))["codecs"]
+
+
+def test_push_makes_the_branch_it_is_to_go_to(run, hub, encoded, tmp_path, tiny_model_folder):
+    folder, at = tmp_path / "push", ("--endpoint", hub.endpoint, "--token", hub.token)
+    shutil.copytree(encoded, folder)
+    push = ("push", folder, "me/branches", *at)
+    run(*push, "--revision", "draft")
+    assert json.loads(run("info", "me/branches@draft", "--json", *at))["kind"] == "cache"
+    main = CliRunner().invoke(app, ["info", "me/branches", *map(str, at)])
+    assert main.exit_code == 2
+    run(*push)
+    text = tmp_path / "other.txt"
+    text.write_text("Something else.")
+    encode = ("encode", tiny_model_folder, "--tables", "none", "--text", text, "-o", folder)
+    run(*encode, "--overwrite")
+    run(*push, "--revision", "draft")
+    before, after = (
+        json.loads(run("info", f"me/branches@{branch}", "--json", *at))
+        for branch in ("main", "draft")
+    )
+    assert before["table"] is not None
+    assert after["table"] is None
+    assert "intact" in run("verify", "me/branches", *at)
+    assert "intact" in run("verify", "me/branches@draft", *at)

@@ -7,7 +7,13 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, MambaConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    RecurrentGemmaConfig,
+)
 
 from hf_cachegen.cli.arithmetic import (
     TYPICAL_BITS,
@@ -19,7 +25,7 @@ from hf_cachegen.cli.arithmetic import (
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.hf.contents import cached_layers
 from hf_cachegen.hf.describe import describe_layout
-from hf_cachegen.hf.estimate import estimate_layout
+from hf_cachegen.hf.estimate import estimate_layout, estimate_states_bytes
 from hf_cachegen.hf.prefill import prefill
 from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 
@@ -118,8 +124,23 @@ def test_estimates_of_other_architectures():
     )
     assert latent.values_per_token == 2 * 576
     assert estimate_layout(LlamaConfig(), "float32").dtype == "float32"
-    with pytest.raises(UnsupportedError, match="layer 0 caches in"):
-        estimate_layout(MambaConfig())
+    with pytest.raises(UnsupportedError, match=r"layer 0 of recurrent_gemma caches a recurrent"):
+        estimate_layout(RecurrentGemmaConfig())
+
+
+def test_states_are_part_of_every_level():
+    config = MambaConfig(hidden_size=64, state_size=8, num_hidden_layers=3, conv_kernel=4)
+    states_bytes = estimate_states_bytes(config, "bfloat16")
+    assert states_bytes == 3 * 128 * (4 * 2 + 8 * 4)  # the recurrent ones are float32
+    assert estimate_states_bytes(LlamaConfig()) == 0
+    alone = plan_transfer(estimate_layout(config), 3000, Link(0.1), 4.0, states_bytes=states_bytes)
+    assert {level.size_bytes for level in alone.levels} == {states_bytes} == {alone.raw_bytes}
+    layout = layout_of(None)
+    without, beside = (
+        plan_transfer(layout, 3000, Link(0.1), 4.0, states_bytes=size) for size in (0, 1000)
+    )
+    for level, other in zip(without.levels, beside.levels, strict=True):
+        assert other.size_bytes == level.size_bytes + 1000
 
 
 def test_the_command(run, refuse, tiny_model_folder, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_cachegen.codec.channels import channels, store_channels
+from hf_cachegen.codec.channels import channels, kept_positions, store_channels
 from hf_cachegen.codec.rope import rotate
 from hf_cachegen.layout import KVLayout, LayerSpec, RopeSpec, TensorSpec
 
@@ -108,3 +108,42 @@ def test_one_tensor_per_spec():
     x = torch.zeros(4, N_CHANNELS)
     with pytest.raises(ValueError, match="zip"):
         store_channels(layout, SPECS, x, tensors[:-1], 0)
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+@pytest.mark.parametrize("n_heads", [1, 2])
+def test_kept_tokens_are_those_of_their_layer_and_head(n_layers, n_heads):
+    keys, values = SPECS[:2]
+    layout = KVLayout(
+        dtype="float32",
+        ropes={"half": HALF},
+        layers=[LayerSpec(kind="full_attention", tensors=(keys, values))] * 3,
+    )
+    kept = torch.arange(n_layers * n_heads * 10).view(n_layers, n_heads, 10) * 7
+    specs, tensors = [keys, values] * 2, random_tensors(4, specs=[keys, values] * 2)
+    places = kept_positions(layout, [1, 2], kept, 3, 4)
+    expected = [
+        torch.cat(
+            [
+                channels(
+                    layout,
+                    [spec.model_copy(update={"heads": 1})],
+                    [tensor[head : head + 1, token : token + 1]],
+                    int(kept.expand(3, 2, 10)[layer, head, 3 + token]),
+                )
+                for token in range(4)
+            ]
+        )
+        for layer, spec, tensor in zip([1, 1, 2, 2], specs, tensors, strict=True)
+        for head in range(2)
+    ]
+    x = channels(layout, specs, tensors, places)
+    torch.testing.assert_close(x, torch.cat(expected, dim=1), atol=1e-5, rtol=1e-5)
+    out = [torch.empty_like(tensor) for tensor in tensors]
+    store_channels(layout, specs, x, out, places)
+    for before, after in zip(tensors, out, strict=True):
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_in_a_row_need_no_more_than_the_first():
+    assert kept_positions(layout_of("float32"), [0], None, 5, 8) == 5

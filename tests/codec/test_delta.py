@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from hf_cachegen.codec import entropy
+from hf_cachegen.codec import entropy, kernel_codec
 from hf_cachegen.codec.bank import ESCAPE_BITS, PROB_BITS, to_symbols
-from hf_cachegen.codec.channels import channels, store_channels
+from hf_cachegen.codec.channels import channels, kept_positions, store_channels
 from hf_cachegen.codec.delta import (
     LARGEST,
     DeltaCodec,
@@ -519,3 +519,33 @@ def test_golden_segments(case):
     torch.testing.assert_close(decoded, expected, rtol=2.0**-8, atol=1e-5)
     if not layout.ropes:
         assert codec.encode(case["layer"], values, case["start"]) == data
+
+
+@given(segments(), st.integers(1, 9))
+def test_errors_of_kept_tokens_are_at_most_half_a_bin(segment, stride):
+    where, how = segment
+    layer, start, tokens = where["layer"], where["start"], where["tokens"]
+    kept = torch.arange(start + tokens) * stride + torch.arange(N_LAYERS)[:, None, None]
+    layout = layout_of("float32")
+    codec = DeltaCodec(layout, make_tables(how["group"], how["kind"]), how["level"], kept)
+    in_a_row, specs = make_cache(layout, **where), codec.specs(layer)
+    places = kept_positions(layout, [layer], kept, start, tokens)
+    x = channels(layout, specs, in_a_row, start)
+    tensors = [torch.empty_like(tensor) for tensor in in_a_row]
+    store_channels(layout, specs, x, tensors, places)
+    out = decode(codec, layer, codec.encode(layer, tensors, start), tensors, start)
+    sinks = min(max(4 - start, 0), tokens)
+    after = channels(layout, specs, out, places)[sinks:].T
+    allowed = half_bins(codec, make_tables(how["group"]), layer, how["level"], tokens - sinks)
+    rounding = 2.0**-18 * x.abs().amax() if x.numel() else 0
+    assert ((after - x[sinks:].T).abs() <= allowed + rounding).all()
+
+
+def test_kept_tokens_are_left_to_torch_on_a_gpu(monkeypatch):
+    # The kernels rotate tokens in a row.
+    monkeypatch.setattr(kernel_codec, "takes_kernels", lambda out: True)
+    codec = DeltaCodec(layout_of("float32"), make_tables(), 1, torch.arange(0, 60, 2)[None, None])
+    tensors = make_cache(codec.layout, 0, 30)
+    data = codec.encode(0, tensors, 0)
+    monkeypatch.setattr(codec, "_decode_on_gpu", lambda *_: pytest.fail("took the kernels"))
+    assert all(tensor.isfinite().all() for tensor in decode(codec, 0, data, tensors))

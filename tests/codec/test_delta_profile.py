@@ -6,10 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_cachegen.codec.channels import kept_positions, store_channels
 from hf_cachegen.codec.delta import DeltaCodec, DeltaConfig, DeltaTables
 from hf_cachegen.codec.delta_profile import DeltaProfiler
 from hf_cachegen.codec.integer_tables import LIMIT
-from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
+from hf_cachegen.layout import KVLayout, LayerSpec, RopeSpec, TensorSpec
 
 # Nothing is rotated, so that a channel's statistics are those of the numbers given.
 LAYOUT = KVLayout(
@@ -193,3 +194,30 @@ def test_the_sample_itself_needs_no_escapes():
     bank = tables.anchors
     assert (anchors >= bank.lo[:, None]).all()
     assert (anchors <= (bank.lo + bank.sizes - 2)[:, None]).all()
+
+
+def test_kept_tokens_are_counted_without_their_own_rotation():
+    layout = KVLayout(
+        dtype="float32",
+        ropes={"r": RopeSpec(inv_freq=(1.0, 0.1), attention_scaling=1.0, pairing="half")},
+        layers=[
+            LayerSpec(
+                kind="full_attention", tensors=(TensorSpec(name="k", heads=2, dim=4, rope="r"),)
+            )
+        ]
+        * 2,
+    )
+    kept = torch.arange(0, 120, 3) + torch.arange(4).view(2, 2, 1)
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + torch.arange(8)
+    found = []
+    for positions in (kept, None):
+        profiler = DeltaProfiler(layout, DeltaConfig(), positions)
+        for observe in (profiler.observe_moments, profiler.observe_counts):
+            for layer in range(2):
+                out = [torch.empty(2, 40, 4)]
+                places = kept_positions(layout, [layer], positions, 0, 40)
+                store_channels(layout, layout.layers[layer].tensors, x, out, places)
+                observe(layer, out, 0)
+        found.append(profiler.finish())
+    for name in ("mean", "anchor_step", "spread"):
+        np.testing.assert_allclose(*(getattr(tables, name) for tables in found), rtol=1e-4)

@@ -157,3 +157,31 @@ except BackendUnavailable as error:
     )
     assert result.returncode == 0, result.stderr
     assert "entropy backend 'numba': numba cannot be imported" in result.stdout
+
+
+def test_nothing_is_left_to_load_after_the_warm_up():
+    """Kernels are loaded for the types of the arrays that codecs pass, and not for others."""
+    script = """
+import numpy as np
+from hf_cachegen.codec import entropy, rans_numba
+from hf_cachegen.codec.bank import IntegerBank
+
+KERNELS = (rans_numba._decode_streams, rans_numba._fill_integers)
+def loaded():
+    return [kernel.signatures for kernel in KERNELS]
+
+assert not any(loaded())
+entropy.warm_up()
+before = loaded()
+assert all(before)
+starts = np.array([0, 3], np.int32)
+bank = IntegerBank(np.array([1000, 2000, 1096], np.uint16), starts, np.array([-1], np.int32))
+q = np.arange(-2, 4, dtype=np.int32).reshape(2, 3)
+data = entropy.encode_integers(q, np.zeros(2, int), bank, 1)
+assert (entropy.decode_integers(data, q.shape, np.zeros(2, int), bank, 1) == q).all()
+assert loaded() == before, loaded()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr

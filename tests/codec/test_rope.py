@@ -78,3 +78,31 @@ def test_any_float_comes_in_and_float32_comes_out(dtype):
     for turn in (rotate, unrotate):
         assert turn(x, spec, 0).dtype == torch.float32
         assert turn(x, spec, 0).tolist() == x.tolist(), "token 0 does not turn"
+
+
+@given(rotations(), st.data())
+def test_tokens_anywhere_turn_as_they_would_alone(rotation, data):
+    spec, x, start = rotation
+    heads, tokens = x.shape[:2]
+    rows = data.draw(st.sampled_from(sorted({1, heads})))
+    places = st.lists(st.integers(start, start + 50), min_size=tokens, max_size=tokens)
+    at = torch.tensor([data.draw(places) for _ in range(rows)], dtype=torch.int64)
+    at = at.view(rows, tokens)
+    if rows == 1 and data.draw(st.booleans()):
+        at = at[0]
+    for turn in (rotate, unrotate):
+        found = turn(x, spec, at)
+        for head, token in np.ndindex(heads, tokens):
+            place = int(at.expand(heads, tokens)[head, token])
+            alone = turn(x[head : head + 1, token : token + 1], spec, place)
+            torch.testing.assert_close(
+                found[head : head + 1, token : token + 1], alone, atol=1e-6, rtol=0
+            )
+
+
+@given(rotations())
+def test_tokens_in_a_row_turn_the_same_to_the_bit_however_they_are_given(rotation):
+    spec, x, start = rotation
+    at = torch.arange(start, start + x.shape[1])
+    for turn in (rotate, unrotate):
+        assert torch.equal(turn(x, spec, at), turn(x, spec, start))

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_cachegen.codec.transform_matrices import (
-    AnalysisMatrices,
+    Coefficients,
+    GroupMatrices,
     analysis_matrix,
+    product_dtype,
     scaled_basis,
     synthesise,
     unwhiteners,
@@ -63,13 +65,13 @@ def table():
 
 
 def planes(*shapes):
-    """(step * w, tokens, coefficients [K', T']) of tokens in turns."""
+    """Coefficients [K', T'] of tokens in turns."""
     rng = np.random.default_rng(2)
     order, found = rng.permutation(sum(tokens for _, tokens in shapes)), []
     for number, (kept, tokens) in enumerate(shapes):
         columns, order = np.sort(order[:tokens]), order[tokens:]
         q = rng.integers(-4, 5, (kept, tokens), np.int32)
-        found.append((0.1 * 2.0**number, columns, q))
+        found.append(Coefficients(0.1 * 2.0**number, columns, q))
     return found
 
 
@@ -137,9 +139,29 @@ def test_synthesis_is_the_mean_and_the_product(table, shapes):
         np.testing.assert_allclose(x[columns].numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shapes", [[(60, 9)], [(40, 50), (60, 30)]])
+def test_products_of_16_bits_are_near(table, shapes):
+    """As near as bfloat16 gets; large coefficients are not in them."""
+    coefficients, tokens = planes(*shapes), sum(tokens for _, tokens in shapes)
+    exact = synthesise(table, WIDTHS, coefficients, tokens, CPU)
+    fast = synthesise(table, WIDTHS, coefficients, tokens, CPU, torch.bfloat16)
+    spread = (exact - torch.from_numpy(table.mean)).abs().max()
+    assert 0 < (fast - exact).abs().max() < 2.0**-6 * spread
+    tiny = [part._replace(scale=part.scale * 1e-4) for part in coefficients]
+    large = replace(table, sigma=np.ones_like(table.sigma))
+    exact = synthesise(large, WIDTHS, tiny, tokens, CPU)
+    assert torch.equal(exact, synthesise(large, WIDTHS, tiny, tokens, CPU, torch.bfloat16))
+
+
+def test_only_caches_of_16_bits_have_such_products():
+    assert product_dtype(torch.float32) == product_dtype(torch.float16) == torch.float32
+    assert product_dtype(torch.bfloat16) in (torch.bfloat16, torch.float32)
+
+
 def test_of_a_basis_without_fine_rows(table):
     coarse = replace(table, basis_low=table.basis_low[:0])
-    x = synthesise(coarse, WIDTHS, [(0.5, np.arange(2), np.ones((60, 2), np.int32))], 2, CPU)
+    ones = Coefficients(0.5, np.arange(2), np.ones((60, 2), np.int32))
+    x = synthesise(coarse, WIDTHS, [ones], 2, CPU)
     expected = table.mean + 0.5 * dense(coarse).sum(1)
     np.testing.assert_allclose(x.numpy(), [expected, expected], rtol=1e-5, atol=1e-5)
     a = analysis_matrix(coarse, WIDTHS, CPU).double().numpy()
@@ -164,7 +186,7 @@ def test_analysis_is_the_best_fit_in_the_metric_of_the_sensitivities(table):
 
 def test_analysis_is_built_once_for_all_threads(table):
     other = replace(table, basis=table.basis[::-1].copy())
-    matrices = AnalysisMatrices([table, other])
+    matrices = GroupMatrices([table, other], analysis_matrix)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda group: matrices.get(group, WIDTHS, CPU), [0, 1] * 8))
     assert {id(matrix) for matrix in found[::2]} == {id(found[0])}

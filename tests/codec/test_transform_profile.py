@@ -15,6 +15,8 @@ from hf_cachegen.codec.rope import rotate
 from hf_cachegen.codec.scale_classes import CLASS_RATIOS, LOWEST_RATIO
 from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_matrices import (
+    LARGE_STEPS,
+    Coefficients,
     analysis_matrix,
     scaled_basis,
     synthesise,
@@ -179,8 +181,8 @@ def dense(tables, group):
     """What a unit of each coefficient adds to the channels, float64 [C, K]."""
     table = tables.groups[group]
     kept = len(table.sigma)
-    unit = [(1.0, np.arange(kept), np.eye(kept, dtype=np.int32))]
-    x = synthesise(table, WIDTHS[group], unit, kept, CPU) - torch.from_numpy(table.mean)
+    unit = Coefficients(1.0, np.arange(kept), np.eye(kept, dtype=np.int32))
+    x = synthesise(table, WIDTHS[group], [unit], kept, CPU) - torch.from_numpy(table.mean)
     return x.T.double().numpy()
 
 
@@ -220,7 +222,7 @@ def test_errors_are_white_where_coded_and_what_was_left_out_elsewhere():
     errors = (round_trip_errors(tables, x) @ factor @ axes).numpy()
     uniform = ONE_LEVEL.step**2 / 12
     expected = np.diag([uniform] * 9 + [float(SPREADS[-1]) ** 2] * 4)
-    np.testing.assert_allclose(errors.T @ errors / len(errors), expected, atol=0.04 * uniform)
+    np.testing.assert_allclose(errors.T @ errors / len(errors), expected, atol=0.06 * uniform)
 
 
 def test_the_rounding_of_the_basis_moves_no_token_by_a_share_of_its_large_coefficients():
@@ -248,7 +250,7 @@ def test_synthesis_is_orthonormal_in_the_metric_of_the_sensitivities():
         product = s.T @ f @ s
         np.testing.assert_allclose(product, np.eye(s.shape[1]), atol=0.03)
         fine = len(table.basis_low)
-        assert fine == (table.sigma >= CONFIG.step).sum() > 1
+        assert fine == (table.sigma >= LARGE_STEPS * CONFIG.steps[-1]).sum() > 1
         np.testing.assert_allclose(product[:fine, :fine], np.eye(fine), atol=3e-3)
         a = analysis_matrix(table, WIDTHS[group], CPU).double().numpy()
         np.testing.assert_allclose(a.T @ s, np.eye(s.shape[1]), atol=1e-4)

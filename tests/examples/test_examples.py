@@ -49,6 +49,18 @@ def test_scripts_save_a_context_and_answer_from_it(run_example: RunExample, tmp_
         assert "<|im_" not in answer
 
 
+def test_script_evicts_tokens_and_saves_the_others(run_example: RunExample, tmp_path: Path) -> None:
+    document, cache = tmp_path / "reference.txt", tmp_path / "pruned-kv"
+    document.write_text(documents("evaluation")["prose-05"], encoding="utf-8")
+    sizes = ("--tokens", str(CONTEXT_TOKENS), "--ahead", "100")
+    printed = run_example("evict_and_save.py", document, cache, *sizes).splitlines()
+    assert printed[0] == "150 of 300 tokens kept by each head"
+    kl = {level: float(line[-1]) for level, *line in map(str.split, printed[1:])}
+    # Half of the tokens predict much as the whole cache does, and the finest level as they do.
+    assert 1e-4 < kl["lossless"] < 0.1
+    assert kl["delta-3"] < 2 * kl["lossless"] + 0.02
+
+
 @pytest.fixture(scope="module")
 def executed(examples_folder: Path, real_model_folder: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(examples_folder / "first_steps.ipynb", as_version=4)

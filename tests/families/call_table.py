@@ -19,13 +19,15 @@ from transformers import (
 )
 
 from hf_cachegen import PromptMismatch, UnsupportedError
-from hf_cachegen.hf.compat import cache_argument
+from hf_cachegen.hf.compat import cache_argument, place_arguments
 from hf_cachegen.hf.joining import fill_cache
 
 NEW = torch.tensor([[7, 9, 11]])
 CONTEXT = 70
-KINDS = ("full", "sliding")
-"""Families with full attention only, and those with sliding windows."""
+KINDS = ("full", "sliding", "states")
+"""Families with full attention only, those with sliding windows, and those that keep states."""
+
+GUESSES = "takes back tokens that were guessed wrong"
 
 Runs = tuple[Any, Any]
 """What a streamed cache gave, and what it has to give: (sequences, logits) each."""
@@ -39,8 +41,8 @@ def prompts(warm: Any, new: torch.Tensor = NEW) -> torch.Tensor:
 def native(warm: Any, prompt: torch.Tensor, rows: int = 1, **options: Any) -> Any:
     """The same call with transformers' own cache, repeated by hand where that is needed."""
     cache = warm.native()
-    if rows > 1:
-        cache.batch_repeat_interleave(rows)
+    if rows > 1:  # batch_repeat_interleave leaves states as they are
+        cache.reorder_cache(torch.zeros(rows, dtype=torch.long))
     return warm.generate(cache, prompt, **options)
 
 
@@ -82,13 +84,14 @@ def new_embeddings(warm: Any) -> Runs:
 
 
 def context_itself(warm: Any) -> Runs:
+    prompt = warm.ids[None]
+    ours = warm.generate(warm.load(), prompt)
     cache = DynamicCache(config=warm.model.config)
     cache.activate_past_recording()
     with torch.no_grad():
         copy.deepcopy(warm.model)(input_ids=warm.ids[None], **{cache_argument(warm.model): cache})
     cache.crop(-1)
-    prompt = warm.ids[None]
-    return warm.generate(warm.load(), prompt), warm.generate(cache, prompt)
+    return ours, warm.generate(cache, prompt)
 
 
 def shorter(warm: Any) -> Runs:
@@ -205,9 +208,11 @@ def two_questions(warm: Any) -> Runs:
 
 @torch.no_grad()
 def forward(warm: Any) -> Runs:
-    name = cache_argument(warm.model)
+    arguments = place_arguments(warm.model, CONTEXT, NEW)
     logits = [
-        copy.deepcopy(warm.model)(input_ids=NEW, **{name: cache}).logits
+        copy.deepcopy(warm.model)(
+            input_ids=NEW, **{cache_argument(warm.model): cache}, **arguments
+        ).logits
         for cache in (warm.load(), warm.native())
     ]
     return logits[0], logits[1]
@@ -330,13 +335,21 @@ CALLS = [
         "position 0",
         PromptMismatch,
     ),
-    right("prompt that equals the context", "input_ids=context", context_itself),
-    refused(
+    Call(
+        "prompt that equals the context",
+        "input_ids=context",
+        context_itself,
+        {"states": "states cannot give one up to run on; add a token"},
+    ),
+    Call(
         "prompt shorter than the context",
         "input_ids=context[:60]",
         shorter,
-        r"has 60 tokens and the cache 70.*crop\(-11\)",
-        PromptMismatch,
+        {
+            "full": r"has 60 tokens and the cache 70.*crop\(-11\)",
+            "sliding": "has 60 tokens and the cache 70.*since sliding windows cannot be cropped",
+            "states": "has 60 tokens and the cache 70.*since states cannot be cropped",
+        },
     ),
     refused("prompt that differs", "", different, "at position 33 of 70", PromptMismatch),
     right("later turn", "input_ids=generated + new", second_turn),
@@ -362,7 +375,10 @@ CALLS = [
         "batch of questions of different length",
         "",
         padded_between,
-        {"sliding": "takes up room in sliding windows"},
+        {
+            "sliding": "takes up room in sliding windows",
+            "states": "takes up room in states",
+        },
         UnsupportedError,
         near=True,
     ),
@@ -385,27 +401,37 @@ CALLS = [
         "prompt lookup, whole prompt",
         "prompt_lookup_num_tokens=2",
         lookup,
-        r"input_ids\[:, 70:\]",
+        rf"input_ids\[:, 70:\]|{GUESSES}",
         UnsupportedError,
     ),
     refused(
         "assisted, whole prompt",
         "assistant_model=...",
         assisted,
-        r"input_ids\[:, 70:\]",
+        rf"input_ids\[:, 70:\]|{GUESSES}",
         UnsupportedError,
     ),
-    right(
+    Call(
         "prompt lookup, new ids with the mask of all",
         "prompt_lookup_num_tokens=2",
         lambda w: new_only(w, prompt_lookup_num_tokens=2),
+        {"states": GUESSES},
+        UnsupportedError,
         near=True,
     ),
-    right("assisted, new ids with the mask of all", "assistant_model=...", assisted_new, near=True),
+    Call(
+        "assisted, new ids with the mask of all",
+        "assistant_model=...",
+        assisted_new,
+        {"states": GUESSES},
+        UnsupportedError,
+        near=True,
+    ),
     right(
         "prefill in pieces",
         "prefill_chunk_size=2",
         lambda w: same_call(w, prompts(w), prefill_chunk_size=2),
+        since="5.21",
     ),
     refused(
         "without going on with the cache",
@@ -426,7 +452,7 @@ CALLS = [
         "quantised cache",
         'fill_cache(QuantizedCache("fp8", ...), cache)',
         quantised,
-        {"sliding": "only supported for models with only full attention"},
+        dict.fromkeys(("sliding", "states"), "only supported for models with only full attention"),
         ValueError,
         since="5.22",
     ),

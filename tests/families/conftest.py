@@ -39,6 +39,18 @@ def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
 
+@pytest.fixture(params=[family for family in SUPPORTED if family.layers != "states"], ids=str)
+def token_family(request: pytest.FixtureRequest) -> Family:
+    """Each family that caches keys and values."""
+    return request.param
+
+
+@pytest.fixture(params=[family for family in SUPPORTED if "states" in family.layers], ids=str)
+def state_family(request: pytest.FixtureRequest) -> Family:
+    """Each family that keeps recurrent or convolutional states."""
+    return request.param
+
+
 @pytest.fixture(
     params=[family for family in SUPPORTED if family.rotation not in ("none", "as cached")], ids=str
 )

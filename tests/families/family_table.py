@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 WINDOW = 16
@@ -40,6 +42,13 @@ MLA = {
     "v_head_dim": 16,
 }
 MLA_EXPERTS = {**MLA, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "head_dim": 8}
+DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 VISION = {
     "hidden_size": 32,
@@ -50,8 +59,23 @@ VISION = {
     "patch_size": 14,
 }
 TEXT_ONLY = "contexts of text; a context with images is refused"
-STATE = "a recurrent or convolutional state"
-STATE_BESIDE = "a recurrent state beside keys and values"
+GUESSES = (
+    "prompt lookup, new ids with the mask of all",
+    "assisted, new ids with the mask of all",
+)
+NO_EMBEDDINGS = {
+    "embeddings of the whole prompt": "doesn't have its forwarding implemented",
+}
+ONE_BY_ONE = {
+    "embeddings of the whole prompt": "new tokens one by one",
+    "batch of several contexts": "new tokens one by one",
+    "static cache": "new tokens one by one",
+    "forward pass": "one new token a pass",
+}
+ONLY_STATES = {
+    "batch of several contexts": "has nothing but states",
+    "static cache": "has nothing but states",
+}
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -74,7 +98,7 @@ class Family:
         are paired, ``partial`` that some channels are not rotated; ``MLA`` that the rotated part
         is cached in the place of the values; ``NoPE`` that some layers do not rotate.
     layers
-        The kinds of attention.
+        The kinds of attention; ``states`` are recurrent or convolutional ones.
     config
         What differs from :data:`TINY`.
     refused
@@ -92,6 +116,10 @@ class Family:
         Whether chunks can come as text and be recomputed in the middle of a stream.
     calls_since
         First version of transformers that can do single calls, by their name.
+    right_calls
+        Names of calls that are right, though not with others of these kinds of attention.
+    since
+        First version of transformers that can serve it.
     """
 
     name: str
@@ -106,6 +134,13 @@ class Family:
     refused_calls: dict[str, str] = field(default_factory=dict)
     recomputed: bool = True
     calls_since: dict[str, str] = field(default_factory=dict)
+    right_calls: tuple[str, ...] = ()
+    since: str = "5.18"
+
+    @property
+    def kind(self) -> str:
+        """Which of the columns of the table of calls it belongs to."""
+        return next((kind for kind in ("states", "sliding") if kind in self.layers), "full")
 
     def __str__(self) -> str:
         return self.name
@@ -347,7 +382,7 @@ FAMILIES = [
             "mm_tokens_per_image": 4,
         },
         note=f"two rotations; {TEXT_ONLY}",
-        refused_calls={"embeddings of the whole prompt": "doesn't have its forwarding implemented"},
+        refused_calls=NO_EMBEDDINGS,
     ),
     Family(
         "mistral3",
@@ -385,54 +420,150 @@ FAMILIES = [
         refused_calls={"assisted, new ids with the mask of all": "Sizes of tensors must match"},
     ),
     Family(
-        "deepseek_v32",
-        "deepseek_v32",
-        config={**MLA_EXPERTS, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
-        refused="keys of an index beside keys and values",
+        "qwen3_next",
+        "qwen3_next",
+        rotation="half, partial",
+        layers="full, states",
+        config=DELTA_NET,
     ),
     Family(
-        "qwen3_next",
-        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_text",
+        rotation="half, partial",
+        layers="full, states",
+        config=DELTA_NET,
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "qwen3_5_moe_text",
+        rotation="half, partial",
+        layers="full, states",
+        config=DELTA_NET,
+    ),
+    Family(
+        "olmo_hybrid",
+        "olmo_hybrid",
+        layers="full, states",
+        config={**DELTA_NET, "linear_num_value_heads": 2},
+    ),
+    Family(
+        "granitemoehybrid",
+        "granitemoehybrid",
+        rotation="none",
+        layers="full, states",
+        config={**MAMBA_2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Family(
+        "zamba2",
+        "zamba2",
+        rotation="none",
+        layers="full, states",
         config={
-            "num_hidden_layers": 4,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+            "hybrid_layer_ids": [1],
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
         },
-        refused=STATE,
+        note="states beside keys and values in some layers",
+        refused_calls=NO_EMBEDDINGS,
     ),
     Family(
         "bamba",
         "bamba",
+        rotation="half, partial",
+        layers="full, states",
         config={**MAMBA_2, "attn_layer_indices": [1]},
-        refused=STATE,
+        note="a forward pass without `generate()` needs `position_ids`",
+        refused_calls=NO_EMBEDDINGS,
     ),
-    Family("falcon_h1", "falcon_h1", config={**MAMBA_2, "mamba_d_ssm": 128}, refused=STATE_BESIDE),
+    Family(
+        "falcon_h1",
+        "falcon_h1",
+        layers="full, states",
+        config={**MAMBA_2, "mamba_d_ssm": 128},
+        note="states beside keys and values in every layer",
+        refused_calls=NO_EMBEDDINGS,
+    ),
     Family(
         "lfm2",
         "lfm2",
+        layers="full, states",
         config={"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
-        refused=STATE,
+        note="convolutional states only",
+        right_calls=GUESSES,
+    ),
+    Family(
+        "lfm2_moe",
+        "lfm2_moe",
+        layers="full, states",
+        config={"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+        note="convolutional states only",
+        right_calls=GUESSES,
     ),
     Family(
         "jamba",
         "jamba",
+        rotation="none",
+        layers="full, states",
         config={
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
             "mamba_d_state": 8,
             "mamba_dt_rank": 4,
         },
-        refused=STATE,
+        note="new tokens run one by one",
+        refused_calls=ONE_BY_ONE,
+        recomputed=False,
+        since="5.21",
     ),
     Family(
         "mamba2",
         "mamba2",
+        rotation="none",
+        layers="states",
         config={"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1},
-        refused=STATE,
+        note="nothing but states",
+        refused_calls=ONLY_STATES,
+        since="5.24",
     ),
-    Family("mamba", "mamba", config={"state_size": 8}, refused=STATE),
+    Family(
+        "mamba",
+        "mamba",
+        rotation="none",
+        layers="states",
+        config={"state_size": 8},
+        note="nothing but states; new tokens run one by one",
+        refused_calls={**ONE_BY_ONE, **ONLY_STATES},
+        since="5.24",
+    ),
+    Family(
+        "falcon_mamba",
+        "falcon_mamba",
+        rotation="none",
+        layers="states",
+        config={"state_size": 8},
+        note="nothing but states; new tokens run one by one",
+        refused_calls={**ONE_BY_ONE, **ONLY_STATES},
+        since="5.24",
+    ),
+    Family(
+        "deepseek_v32",
+        "deepseek_v32",
+        config={**MLA_EXPERTS, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
+        refused="keys of an index beside keys and values",
+    ),
+    Family(
+        "recurrent_gemma",
+        "recurrent_gemma",
+        config={"lru_width": 64, "attention_window_size": WINDOW},
+        refused="has not been tested",
+    ),
     Family(
         "rwkv",
         "rwkv",
@@ -448,8 +579,13 @@ FAMILIES = [
     ),
 ]
 
-KNOWN = [family for family in FAMILIES if family.model_type in CONFIG_MAPPING]
-"""Those that the installed transformers has."""
+KNOWN = [
+    family
+    for family in FAMILIES
+    if family.model_type in CONFIG_MAPPING
+    and Version(transformers.__version__) >= Version(family.since)
+]
+"""Those that the installed transformers can serve or refuse."""
 
 SUPPORTED = [family for family in KNOWN if family.refused is None]
 REFUSED = [family for family in KNOWN if family.refused is not None]

@@ -28,7 +28,7 @@ def check(call: Any, family: Any, warm_of: Any) -> None:
     """That a call is right with a family, or refused with its message."""
     warm = warm_of(family)
     guard_generate(warm.model)
-    refused = call.refused.get("sliding" if "sliding" in family.layers else "full")
+    refused = None if call.what in family.right_calls else call.refused.get(family.kind)
     if call.what in family.refused_calls:
         with pytest.raises(Exception, match=family.refused_calls[call.what]):
             call.run(warm)

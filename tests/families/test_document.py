@@ -9,7 +9,11 @@ from typing import Any
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
-KINDS = ("full", "sliding")
+KINDS = {
+    "full": "full attention",
+    "sliding": "with sliding windows",
+    "states": "with recurrent states",
+}
 
 OLDEST = "5.18"
 """The oldest transformers that is supported."""
@@ -30,7 +34,8 @@ a lossy level codes them: `half` and `interleaved` name the pairs of channels, `
 is not rotated to its end, `MLA` latents with the rotated part in the place of the values, `NoPE`
 layers without a rotation. Keys are coded `as cached` where the rotation is not known here or moves
 with the length: right, but larger. So are those of model types that are not listed, which are
-served if all their layers have full or sliding attention.
+served if all their layers have full or sliding attention. Recurrent and convolutional states are
+stored whole and exact, whatever the level; of model types that are not listed they are refused.
 
 {families}
 
@@ -45,6 +50,11 @@ be right is refused before the model runs, and the message says what to call ins
 `model.generate(**cache.inputs(tokenizer, question))` makes a right call.
 
 {calls}
+
+A cache from which tokens were evicted (kvpress, H2O) can be saved with the positions of the others
+and used in the same calls, by families with full attention alone; sliding windows, states and ALiBi
+are refused. It cannot be handed to a cache of transformers' own, cropped to where a head lacks a
+token, recomputed from text, or saved once it has grown.
 
 A forward pass that `torch.compile` traces as one graph, over a static cache that `fill_cache` has
 filled, is tested with `llama` and `gemma3_text`; models that accelerate has moved to the CPU or to
@@ -77,7 +87,7 @@ def document(families: Any, calls: Any) -> str:
         oldest=OLDEST,
         families=_table(("family", "attention", "rotation undone", "remarks"), supported),
         refused=_table(("family", "why"), refused),
-        calls=_table(("call", "in code", "full attention", "with sliding windows"), outcomes),
+        calls=_table(("call", "in code", *KINDS.values()), outcomes),
     )
 
 
@@ -87,7 +97,9 @@ def _remarks(family: Any) -> str:
         f"{call}: transformers {first} and later" for call, first in family.calls_since.items()
     )
     text = () if family.recomputed else ("no chunks as text",)
-    return "; ".join(filter(None, (family.note, *text, *refused, *since)))
+    right = (f"{call}: right" for call in family.right_calls)
+    first = (f"transformers {family.since} and later",) if family.since != OLDEST else ()
+    return "; ".join(filter(None, (family.note, *first, *text, *refused, *right, *since)))
 
 
 def _code(call: Any) -> str:

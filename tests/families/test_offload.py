@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from family_table import SUPPORTED
 from transformers import PreTrainedModel
 from warm import generate
 
@@ -18,6 +19,9 @@ from hf_cachegen.hf.compat import layer_devices, loaded_parameters, running_devi
 from hf_cachegen.hf.describe import weights_fingerprint
 
 CPU = torch.device("cpu")
+OFFLOADED = {"llama", "gpt2", "gemma3_text", "qwen3_next", "falcon_h1", "jamba", "mamba2"} & {
+    family.name for family in SUPPORTED
+}
 
 
 def _to_cpu(model: PreTrainedModel, _: Path) -> PreTrainedModel:
@@ -49,7 +53,7 @@ def _by_map(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("name", sorted(OFFLOADED))
 @pytest.mark.parametrize("spread", [_to_cpu, _to_disk, _by_map])
 def test_offloaded_model_is_served(
     name: str,

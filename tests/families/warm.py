@@ -20,6 +20,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_cachegen import CompressedStreamingCache, save_cache
 from hf_cachegen.hf.compat import cache_argument
+from hf_cachegen.hf.counting import CountingCache
+from hf_cachegen.hf.families import ONE_BY_ONE_MODELS
 
 CONTEXT_TOKENS = 70
 CHUNK_TOKENS = 32
@@ -55,8 +57,10 @@ class Warm:
 
     @torch.no_grad()
     def native_of(self, ids: Tensor) -> DynamicCache:
-        """Ids ``[T]`` in a cache of transformers."""
+        """Ids ``[T]`` in a cache of transformers; one that counts where none of its layers does."""
         cache = DynamicCache(config=self.model.config)
+        if all(cache.is_linear):
+            cache = CountingCache(cache.layers)
         copy.deepcopy(self.model)(input_ids=ids[None], **{cache_argument(self.model): cache})
         return cache
 
@@ -78,6 +82,8 @@ def generate(
         "use_cache": True,  # the configs of some families turn it off
     }
     warm = {} if cache is None else {cache_argument(model): cache}
+    if cache is not None and model.config.model_type in ONE_BY_ONE_MODELS:
+        options["prefill_chunk_size"] = 1  # or transformers' own cache is forgotten
     output = model.generate(
         input_ids=prompt,
         output_logits=True,
@@ -95,12 +101,13 @@ def random_ids(n_tokens: int, seed: int = 2) -> Tensor:
 def publish(family: Family, folder: Path) -> Warm:
     """A model of a family, and its cache saved in ``folder``."""
     model, ids = build(family), random_ids(CONTEXT_TOKENS)
+    lossy = [] if family.layers == "states" else ["delta-3"]
     save_cache(
         copy.deepcopy(model),
         None,
         ids,
         folder,
-        levels=["delta-3", "lossless"],
+        levels=[*lossy, "lossless"],
         chunk_tokens=CHUNK_TOKENS,
         progress=False,
     )

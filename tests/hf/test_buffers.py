@@ -47,6 +47,10 @@ def buffers(published: Any, groups: Sequence[Sequence[int]], **changes: Any) -> 
     return LayerBuffers(manifest, devices, {0: codec})  # type: ignore[arg-type]
 
 
+def segments_of(found: LayerBuffers, layer: int, chunks: Sequence[int]) -> list[tuple[int, bytes]]:
+    return [(chunk, b"data") for chunk in chunks if layer in found.layers_of(chunk)]
+
+
 def held(found: LayerBuffers, layer: int) -> list[float]:
     """Positions of the tokens that a layer holds, the same in all its tensors and channels."""
     first, *others = found.tensors(layer)
@@ -89,3 +93,42 @@ def test_bytes_where_another_segment_carries_the_layer_are_refused(llama: Any) -
     found = buffers(llama, [(0, 1, 2)])
     with pytest.raises(FormatError, match=r"expected an empty segment.*carries layer 1; found 3"):
         found.decode(0, 0, 1, b"abc")
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 0)])
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_segments_of_several_chunks_are_decoded_together(
+    request: Any, name: str, order: Sequence[int]
+) -> None:
+    """Also those of which a sliding layer needs only the end; others are left as they are."""
+    groups = {"llama": [(0, 1, 2)], "gemma": [(0, 2), (1, 3)]}[name]
+    found = buffers(
+        request.getfixturevalue(name), groups, **({"skipped": ()} if groups[1:] else {})
+    )
+    for group in groups:
+        for layer in group:
+            for tensor in found.storage(layer):
+                tensor.fill_(-1)
+        assert found.decode_many(0, group[0], segments_of(found, group[0], order)) == group
+    for layer in range(len(groups) * len(groups[0])):
+        first = found.first_token(layer)
+        positions = [p if p // 32 in order else -1 for p in range(first, LENGTH)]
+        assert held(found, layer) == positions
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_no_segment_of_several_may_be_wrong(llama: Any, damaged: int) -> None:
+    found = buffers(llama, [(0, 1, 2)])
+    segments = [(chunk, b"abc" if chunk == damaged else b"") for chunk in range(3)]
+    with pytest.raises(FormatError, match="expected an empty segment"):
+        found.decode_many(0, 1, segments)
+
+
+def test_buffers_that_a_pass_has_begun_with_can_be_filled_by_decoders(llama: Any) -> None:
+    """A user's inference mode is not that of the threads that decode."""
+    found = buffers(llama, [(0, 1, 2)])
+    with torch.inference_mode():
+        found.storage(0)
+    for chunk in range(3):
+        found.decode(chunk, 0, 0, b"data")
+    assert held(found, 0) == list(range(LENGTH))

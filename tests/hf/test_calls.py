@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from hf_cachegen import PromptMismatch, UnsupportedError
@@ -96,6 +97,16 @@ def test_options_count_wherever_they_are_set(llama: Any, guarded: Any, where: st
         options = {}
     with pytest.raises(UnsupportedError, match="assisted decoding"):
         guarded.generate(whole(llama), **{cache_argument(guarded): llama.load()}, **options)
+
+
+def test_prompt_in_pieces_needs_a_version_that_can(
+    llama: Any, guarded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.20.9")
+    with pytest.raises(UnsupportedError, match="runs the whole prompt again"):
+        guarded.generate(
+            whole(llama), prefill_chunk_size=2, **{cache_argument(guarded): llama.load()}, **OPTIONS
+        )
 
 
 def test_arguments_count_in_any_order(llama: Any, guarded: Any) -> None:

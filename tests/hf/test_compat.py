@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_cachegen.codec.rope import rotate, unrotate
 from hf_cachegen.hf.compat import (
+    cache_argument,
     layer_devices,
     longrope_limit,
     new_cache,
@@ -151,7 +152,7 @@ def test_lengths_of_a_model_with_two_rotations(tiny_gemma: Gemma3ForCausalLM) ->
 def test_recorded_cache_keeps_what_a_window_leaves(tiny_gemma: Gemma3ForCausalLM) -> None:
     cache = new_cache(tiny_gemma)
     with torch.no_grad():
-        output = tiny_gemma(torch.arange(3, 43)[None], cache=cache)
+        output = tiny_gemma(torch.arange(3, 43)[None], **{cache_argument(tiny_gemma): cache})
     assert {layer.keys.shape[2] for layer in cache.layers} == {40}
     assert output_cache(output) is cache
     assert output_cache({"logits": 1}) is None

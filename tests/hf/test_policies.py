@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hf_cachegen.artifact import LevelRecord
-from hf_cachegen.hf.policies import nominal_losses, resolve_policy
+from hf_cachegen.hf.policies import (
+    LOSS_RATIOS,
+    OTHER_LOSS_RATIO,
+    nominal_losses,
+    resolve_policy,
+)
 from hf_cachegen.streaming.controller import (
     FixedLevel,
     LayeredPolicy,
@@ -37,9 +42,15 @@ def test_levels(levels: list[LevelRecord], name: str | None, index: int) -> None
     assert resolve_policy(levels, level=name) == FixedLevel(index)
 
 
+@pytest.mark.parametrize("codec", ["transform", "delta", "other"])
+def test_finer_levels_lose_less_and_exact_ones_nothing(codec: str) -> None:
+    levels = [level.model_copy(update={"codec": codec}) for level in LEVELS]
+    losses = nominal_losses(levels)
+    ratio = LOSS_RATIOS.get(codec, OTHER_LOSS_RATIO)
+    assert losses == [1.0, pytest.approx(1 / ratio), pytest.approx(1 / ratio**2), 0.0, 0.0]
+
+
 def test_policies() -> None:
-    losses = [1.0, pytest.approx(1 / 3), pytest.approx(1 / 9), 0.0, 0.0]
-    assert nominal_losses(LEVELS) == losses
     assert resolve_policy(LEVELS, policy="fixed:l1") == FixedLevel(1)
     assert resolve_policy(LEVELS, policy="text") == TextOnly()
     assert resolve_policy(LEVELS, policy="paper", ttft_target_s=2.0) == PaperPolicy(2.0, 1)
@@ -53,6 +64,7 @@ def test_policies() -> None:
     layered = resolve_policy(nested, policy="layered", ttft_target_s=2.0)
     assert isinstance(layered, LayeredPolicy)
     assert layered.nested == 3
+    assert resolve_policy(nested, ttft_target_s=2.0) == layered, "the best where levels nest"
     own = PaperPolicy(1.0, 0)
     assert resolve_policy(LEVELS, policy=own) is own
 

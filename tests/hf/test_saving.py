@@ -13,9 +13,8 @@ from huggingface_hub import HfApi
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    JambaConfig,
-    MambaConfig,
-    MambaForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -129,26 +128,15 @@ def test_batch_is_refused(llama: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def _mamba() -> MambaForCausalLM:
-    return MambaForCausalLM(MambaConfig(vocab_size=320, hidden_size=8, num_hidden_layers=1))
-
-
-def _jamba() -> Any:
-    from transformers import JambaForCausalLM
-
-    return JambaForCausalLM(
-        JambaConfig(
+def _recurrent_gemma() -> RecurrentGemmaForCausalLM:
+    return RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
             vocab_size=320,
             hidden_size=16,
             intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            num_experts=2,
-            use_mamba_kernels=False,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            lru_width=16,
         )
     )
 
@@ -159,7 +147,7 @@ def _t5() -> T5ForConditionalGeneration:
     )
 
 
-@pytest.mark.parametrize("make", [_mamba, _jamba, _t5])
+@pytest.mark.parametrize("make", [_recurrent_gemma, _t5])
 def test_unsupported_family_is_refused_by_name(make: Any, tmp_path: Path) -> None:
     model = make()
     with pytest.raises(UnsupportedError, match=type(model).__name__):

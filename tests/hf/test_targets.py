@@ -14,11 +14,12 @@ import torch
 
 from hf_cachegen import CompressedStreamingCache, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
-from hf_cachegen.bench.link import LinkServer
+from hf_cachegen.bench.link import LinkServer, Stall
 from hf_cachegen.codec.transform_tables import TransformConfig
-from hf_cachegen.hf.calibration import calibrate
-from hf_cachegen.stores import LocalStore
+from hf_cachegen.hf.calibration import calibrate, machine_rates
+from hf_cachegen.stores import HttpStore, LocalStore
 from hf_cachegen.streaming.policy import TEXT, Refinement
+from hf_cachegen.streaming.rates import PrefillCost
 
 SUFFIX = torch.tensor([[7, 9, 11]])
 
@@ -50,6 +51,32 @@ def test_link_that_is_too_slow_is_not_waited_for(llama: Any, policy: str) -> Non
         cache.close()
     if all(step.level == TEXT for step in cache.stream_report() if step.finished):
         torch.testing.assert_close(logits, llama.forward(llama.native(), SUFFIX))
+
+
+@pytest.mark.parametrize("policy", ["robust", "layered"])
+def test_link_that_stands_still_is_not_waited_for(
+    llama: Any, policy: str, threads_end: Any
+) -> None:
+    """No byte of a chunk comes. The store would ask again after 10 s, and give up after a minute.
+
+    All chunks are recomputed in the end, of which the policy has to believe that it takes long.
+    """
+    slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
+    machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)
+    with LinkServer(slow.folder) as server:
+        with HttpStore(server.url) as store:
+            Artifact.open(store)
+        opening = len(server.requests)
+        server.faults = tuple(Stall(2 * opening + i, 0, duration_s=60.0) for i in range(100))
+        started = time.monotonic()
+        cache = over(server, slow, policy, 3.0)
+        logits = slow.forward(cache, SUFFIX)
+        assert time.monotonic() - started < 8
+        assert any(not step.finished and step.level != TEXT for step in cache.stream_report())
+        assert cache.chunk_sources() == ["exact"] * 3
+        torch.testing.assert_close(logits, slow.forward(slow.native(), SUFFIX))
+        cache.close()
+        assert threads_end()
 
 
 def test_text_needs_no_link(llama: Any) -> None:

@@ -205,7 +205,7 @@ def test_layered_recomputes_when_bases_would_be_late():
 
 
 def test_nested_refinements_cost_the_difference():
-    here = state(chosen=(0, 0, 0, 0), elapsed_s=0.2, throughputs_bytes_per_s=[1e9] * 4)
+    here = state(chosen=(0, 0, 0, 0), elapsed_s=0.2, throughputs_bytes_per_s=[100e6] * 4)
     nested = LayeredPolicy(1.0, LOSSES, nested=4).refine(here)
     replaced = LayeredPolicy(1.0, LOSSES, nested=0).refine(here)
     assert nested is not None
@@ -222,7 +222,7 @@ def test_refinement_recomputes_the_first_chunk_if_there_is_time():
     assert (first.chunk, first.level, first.size_bytes) == (0, TEXT, 0)
     busy = policy.refine(state(chosen=(TEXT, 0, 0, 0), compute_free_s=0.7, **known))
     assert busy is not None
-    assert (busy.chunk, busy.level) == (3, 1)
+    assert (busy.chunk, busy.level) == (3, 3)
 
 
 @given(states(), st.floats(0.1, 5), st.integers(0, N_LEVELS))
@@ -268,19 +268,52 @@ def test_nothing_is_refined_to_what_loses_as_much():
     assert policy.refine(exact) is None
 
 
-def test_worth_counts_the_time_to_decode():
-    known = {"chosen": (0,) * 4, "elapsed_s": 0.2, "throughputs_bytes_per_s": [1e9]}
+@pytest.mark.parametrize(("rate", "level"), [(50e6, 1), (250e6, 2), (1e9, 3)])
+def test_chunks_are_refined_in_one_go_as_far_as_all_of_them_can_be(rate: float, level: int):
     policy = LayeredPolicy(1.0, LOSSES, nested=4)
-    quick = policy.refine(state(**known))
-    slow = policy.refine(state(decode_s=[(0.1,) * 4] * 4, **known))
-    assert quick is not None
-    assert slow is not None
-    # When decoding takes longer than any transfer, the finest level costs as little as another.
-    assert (quick.level, slow.level) == (1, 3)
+    known = state(chosen=(0,) * 4, throughputs_bytes_per_s=[rate] * 8)
+    levels = [0] * 4
+    while found := policy.refine(dataclasses.replace(known, chosen=levels)):
+        took_s = found.size_bytes / rate
+        known = dataclasses.replace(known, elapsed_s=known.elapsed_s + took_s)
+        levels[found.chunk] = found.level
+        if sum(held > 0 for held in levels) <= 4 and 0 in levels:
+            assert found.level == level
+    assert min(levels) == level
+
+
+def test_processor_bounds_what_is_refined():
+    """Each refinement decodes a chunk for 0.1 s, whatever its level."""
+    policy = LayeredPolicy(1.0, LOSSES, nested=4)
+    known = state(
+        chosen=(0,) * 4, throughputs_bytes_per_s=[10e9], decode_s=[(0.1,) * 4] * 4, tail_s=0.2
+    )
+    for free_s, refines in [(0.65, True), (0.75, False)]:
+        assert bool(policy.refine(dataclasses.replace(known, compute_free_s=free_s))) == refines
+    # What comes last is decoded within the tail.
+    late = dataclasses.replace(known, compute_free_s=0.75, tail_decode_s=0.1)
+    assert policy.refine(late) is not None
+
+
+def test_layered_recomputes_what_costs_no_decoding():
+    """From the start, before the link is known: the processor has nothing else to do."""
+    policy = LayeredPolicy(1.0, LOSSES, nested=4)
+    known = state(decode_s=[(0.05, 0.1, 0.1, 0.1)] * 4, recompute_s=[0.4] * 4)
+    assert policy.choose(known) == TEXT
+    # One more would leave 0.2 s for two chunks, which is enough; a third has no time at all.
+    again = dataclasses.replace(known, chosen=(TEXT,), compute_free_s=0.4)
+    assert policy.choose(again) == TEXT
+    assert policy.choose(dataclasses.replace(again, compute_free_s=0.41)) == 0
+    # What follows a lossy chunk is no better than that.
+    behind = dataclasses.replace(known, chosen=(0,), throughputs_bytes_per_s=[1e9])
+    assert policy.choose(behind) == 0
+    # Nothing is known of the time to decode, or it would not suffice.
+    assert policy.choose(dataclasses.replace(known, decode_s=[(0.0,) * 4] * 4)) == 0
+    assert policy.choose(dataclasses.replace(known, decode_s=[(0.05, 0.1, 0.1, 0.3)] * 4)) == 0
 
 
 def test_refining_is_worth_more_for_more_tokens():
-    known = {"elapsed_s": 0.2, "throughputs_bytes_per_s": [1e9], "decode_s": [(0.1,) * 4] * 4}
+    known = {"elapsed_s": 0.2, "throughputs_bytes_per_s": [10e9], "decode_s": [(0.1,) * 4] * 4}
     sizes = [[10**6 * n for n in level] for level in ((20, 40, 80, 160), *[(10, 20, 40, 80)] * 3)]
     found = LayeredPolicy(1.0, LOSSES, nested=4).refine(
         state(chosen=(0,) * 4, **{**known, "sizes_bytes": sizes})

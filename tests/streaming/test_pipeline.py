@@ -224,3 +224,100 @@ def test_what_arrived_before_the_end_stays_usable(made_up: Path, slow_store: Any
     stream.wait_layer(1)
     stream.close()
     stream.wait_layer(1)
+
+
+class Together(Collector):
+    """A decoder of several segments at once, whose first segment is through when ``go`` is set."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.batches: list[tuple[int, list[int]]] = []
+        self.go = threading.Event()
+        self.error: Exception | None = None
+        self._store = store
+        self._begun = threading.Event()
+
+    def __call__(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+        self._begun.set()
+        self.go.wait(20)
+        return super().__call__(chunk, level, layer, data)
+
+    def many(self, level: int, layer: int, segments: Sequence[tuple[int, bytes]]) -> Sequence[int]:
+        self.batches.append((layer, [chunk for chunk, _ in segments]))
+        if self.error is not None:
+            raise self.error
+        for chunk, data in segments:
+            super().__call__(chunk, level, layer, data)
+        return (layer,)
+
+    def start(self) -> ChunkStream:
+        """All segments but the first have come, and wait: there is room for them."""
+        artifact = Artifact.open(self._store)
+        stream = ChunkStream(artifact, FixedLevel(0), ALL, self, decode_many=self.many, workers=1)
+        self._store.gate.release()  # for the first chunk
+        assert self._begun.wait(20)
+        self._store.gate.release(10)
+        stream.wait_transfers()
+        return stream
+
+
+def test_segments_that_wait_are_decoded_together(
+    made_up: Path, slow_store: Any, threads_end: Any
+) -> None:
+    decode = Together(slow_store(made_up, gated=True))
+    stream = decode.start()
+    decode.go.set()
+    for layer in range(N_LAYERS):
+        stream.wait_layer(layer)
+    assert decode.batches == [(1, [0, 1, 2]), (2, [0, 1, 2]), (3, [0, 1, 2]), (0, [1, 2])]
+    assert set(decode.found) == {(c, i) for c in range(N_CHUNKS) for i in range(N_LAYERS)}
+    steps = stream.report()
+    assert all(step.finished and step.decode_s is not None for step in steps)
+    assert threads_end()
+
+
+@pytest.mark.parametrize("error", [FormatError("bad bytes"), RuntimeError("out of memory")])
+def test_what_cannot_be_decoded_together_is_decoded_one_by_one(
+    made_up: Path, slow_store: Any, error: Exception
+) -> None:
+    decode = Together(slow_store(made_up, gated=True))
+    decode.error = error
+    stream = decode.start()
+    decode.go.set()
+    for layer in range(N_LAYERS):
+        stream.wait_layer(layer)
+    assert len(decode.batches) == 4
+    assert set(decode.found) == {(c, i) for c in range(N_CHUNKS) for i in range(N_LAYERS)}
+
+
+def test_damaged_segment_among_several_is_named(
+    made_up: Path, slow_store: Any, threads_end: Any
+) -> None:
+    class Damaged(Together):
+        def __call__(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+            if (chunk, layer) == (1, 2):
+                raise FormatError("bad bytes")
+            return super().__call__(chunk, level, layer, data)
+
+    decode = Damaged(slow_store(made_up, gated=True))
+    decode.error = FormatError("one of them is damaged")
+    stream = decode.start()
+    path = stream.artifact.manifest.chunks[1].path
+    decode.go.set()
+    with pytest.raises(FormatError, match=f"{path} in .*level low, layer 2: bad bytes"):
+        stream.wait_layer(2)
+    assert threads_end()
+
+
+def test_segments_that_wait_together_are_dropped_when_the_stream_is_closed(
+    made_up: Path, slow_store: Any, threads_end: Any
+) -> None:
+    decode = Together(slow_store(made_up, gated=True))
+    stream = decode.start()
+    stream.close(wait=False)
+    decode.go.set()
+    assert threads_end()
+    assert decode.batches == []
+    assert set(decode.found) == {(0, 0)}
+    with pytest.raises(StoreError, match="closed"):
+        stream.wait_layer(0)

@@ -47,20 +47,34 @@ def test_prefill_is_unknown_until_measured_and_then_learns():
 
 def test_decoding_is_the_median_of_what_was_seen():
     rates = MachineRates()
-    assert rates.decode_s(level("a"), 1000) == 0
+    assert rates.decode_s(level("a"), 1000, 99) == rates.segment_s(level("a")) == 0
     for seconds in (9.0, 0.1, 0.1):  # the first waited for a compiler
-        rates.note_decode(level("a"), 100, seconds)
-    assert rates.decode_s(level("a"), 1000) == pytest.approx(1.0)
+        rates.note_decode(level("a"), 100, 10, seconds)
+    assert rates.decode_s(level("a"), 1000, 99) == pytest.approx(1.0)
+    assert all(rates.decode_s(level(name), 0, 0) == 0 for name in "ab"), "outside of a window"
+
+
+def test_most_segments_take_no_longer():
+    rates = MachineRates()
+    for number in range(64):
+        rates.note_decode(level("a"), 100, 10, 0.3 if number % 12 == 0 else 0.1 + number / 1000)
+    assert 0.15 < rates.segment_s(level("a")) < 0.3
+    assert rates.segment_s(level("b")) == 0
 
 
 def test_levels_that_were_not_decoded_are_like_their_kin():
+    """Between two by their bytes; beyond them the costlier of the same per value and per byte."""
     rates = MachineRates()
-    rates.note_decode(level("x", codec="lossless"), 1, 8.0)
-    assert rates.decode_s(level("a"), 1) == pytest.approx(8.0)
-    rates.note_decode(level("a"), 1, 1.0)
-    assert rates.decode_s(level("b"), 1) == pytest.approx(1.0)
-    rates.note_decode(level("b"), 1, 2.0)
-    assert rates.decode_s(level("b"), 1) == pytest.approx(2.0)
+    rates.note_decode(level("x", codec="lossless"), 1, 10, 8.0)
+    assert rates.decode_s(level("a"), 1, 5) == pytest.approx(8.0)
+    assert rates.decode_s(level("a"), 1, 20) == pytest.approx(16.0)
+    rates.note_decode(level("a"), 10, 20, 10.0)
+    assert rates.decode_s(level("b"), 1, 1) == pytest.approx(1.0)
+    assert rates.decode_s(level("b"), 1, 6) == pytest.approx(3.0)
+    rates.note_decode(level("c"), 1, 6, 2.0)
+    assert rates.decode_s(level("b"), 2, 8) == pytest.approx(2 * 1.5)
+    rates.note_decode(level("b"), 1, 4, 1.8)
+    assert rates.decode_s(level("b"), 2, 8) == pytest.approx(2 * 1.8)
 
 
 def test_links_are_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch):

@@ -13,10 +13,10 @@ import pytest
 
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.errors import FormatError, StoreError, UnsupportedError
+from hf_cachegen.streaming.costs import PASS_MARGIN
 from hf_cachegen.streaming.pipeline import ChunkStream
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
 from hf_cachegen.streaming.rates import MachineRates, PrefillCost
-from hf_cachegen.streaming.situation import RECOMPUTE_MARGIN
 from hf_cachegen.streaming.transfer import Meter
 
 LATER = 1e6
@@ -171,15 +171,30 @@ def test_stalled_refinement_is_given_up_at_its_time(
     assert threads_end()
 
 
-def test_refinement_that_was_handed_over_is_decoded_to_its_end(start: Any, scripted: Any):
-    """Its time is over while its segments are still in the queue: they are waited for."""
-    memory = Memory(decode_s=0.15)
-    stream = start(scripted((0,) * 3, [Refinement(0, 1, 0, 1.2)]), memory)
-    use(stream)
+def test_refinement_ends_with_the_segment_that_is_being_decoded(start: Any, scripted: Any):
+    """Its time is over while its other segments are in the queue: these are dropped."""
+    refining, release = threading.Event(), threading.Event()
+
+    class Held(Memory):
+        def decode(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+            if level == 1:
+                refining.set()
+                release.wait(20)
+            return super().decode(chunk, level, layer, data)
+
+    memory, policy = Held(), scripted((0,) * 3, [Refinement(1, 1, 0, 1.0)])
+    policy.until_s = 1.0
+    stream = start(policy, memory, workers=1)
+    assert refining.wait(10)
+    user = threading.Thread(target=use, args=(stream,))
+    user.start()
+    time.sleep(1.1)
+    assert user.is_alive()  # what is being decoded is waited for
+    release.set()
+    user.join(10)
+    assert [memory.held[1, layer] for layer in range(4)] == [1, 0, 0, 0]
     refined = stream.report()[-1]
-    assert refined.refinement
-    assert memory.levels(0) == ({1} if refined.finished else {0})
-    assert all(memory.levels(chunk) == {0} for chunk in (1, 2))
+    assert (refined.finished, refined.dropped_segments) == (False, 3)
 
 
 def test_nothing_changes_once_a_layer_was_read(start: Any, scripted: Any):
@@ -246,7 +261,7 @@ def test_state_tells_what_things_cost(start: Any, scripted: Any):
     stream.costs.prompt_tokens = 10
     use(stream)
     first, second, third, refining, last = policy.states
-    assert first.recompute_s == [pytest.approx(2.0 * RECOMPUTE_MARGIN)] * 3  # 8 tokens each
+    assert first.recompute_s == [pytest.approx(2.0 * PASS_MARGIN)] * 3  # 8 tokens each
     assert first.decode_s == [[0.0, 0.0]] * 3
     assert second.throughputs_bytes_per_s
     # Chunk 1 is queued, and nobody had come to recompute it when the third was chosen.
@@ -298,6 +313,35 @@ def test_closing_while_a_refinement_waits(
     assert threads_end()
 
 
+def test_chunk_that_does_not_arrive_at_all_is_recomputed_instead(
+    start: Any, made_up: Path, slow_store: Any, threads_end: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The link stands still from the second chunk on, and nobody waits for it to time out."""
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.RECONSIDER_S", 0.1)
+    store = slow_store(made_up, gated=True)
+    store.gate.release(1)
+    asked: list[tuple[int, float]] = []
+
+    class Patient(Policy):
+        def choose(self, state: StreamState) -> int:
+            late = [chunk for chunk, _ in asked].count(state.next_chunk) == 3
+            asked.append((state.next_chunk, state.throughputs_bytes_per_s[-1:]))
+            return TEXT if late else 0
+
+    memory = Memory()
+    stream = start(Patient(), memory, store=store)
+    started = time.monotonic()
+    use(stream)
+    assert time.monotonic() - started < 5
+    assert [memory.levels(chunk) for chunk in range(3)] == [{0}, {TEXT}, {TEXT}]
+    steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
+    assert steps == [(0, 0, True), (1, 0, False), (1, TEXT, True), (2, 0, False), (2, TEXT, True)]
+    rates = [rate for chunk, (rate,) in asked[1:] if chunk == 1][1:]
+    assert rates == sorted(rates, reverse=True)  # the longer it stands, the slower it seems
+    stream.close()
+    assert threads_end()
+
+
 class SlowMeter(Meter):
     """Every transfer takes longer than was expected."""
 
@@ -310,7 +354,6 @@ def test_chunk_that_arrives_too_slowly_is_recomputed_instead(
     start: Any, made_up: Path, slow_store: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The policy takes a level, and sees after two segments that text would have been better."""
-    monkeypatch.setattr("hf_cachegen.streaming.pipeline.RECONSIDER_S", 0.0)
     monkeypatch.setattr("hf_cachegen.streaming.pipeline.Meter", SlowMeter)
     states: list[StreamState] = []
 
@@ -329,3 +372,21 @@ def test_chunk_that_arrives_too_slowly_is_recomputed_instead(
     asked = [state.sizes_bytes[1] for state in states if state.next_chunk == 1]
     assert asked == [(1040, 2080), [780, 780], [520, 520]]
     assert stream.sources() == ["exact"] * 3
+
+
+def test_chunk_is_not_in_place_once_its_refinement_could_not_be_decoded(
+    start: Any, scripted: Any, threads_end: Any
+):
+    """It may be written over in part, by a decoder that finds the damage at the end."""
+
+    class Damaged(Memory):
+        def decode(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+            if (chunk, level, layer) == (1, 1, 2):
+                raise FormatError("bad bytes")
+            return super().decode(chunk, level, layer, data)
+
+    stream = start(scripted((0,) * 3, [Refinement(1, 1, 0, LATER)]), Damaged())
+    for layer in (2, 0, 2):
+        with pytest.raises(FormatError, match="level high, layer 2: bad bytes"):
+            stream.wait_layer(layer)
+    assert threads_end()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_cachegen.artifact import Artifact, ArtifactWriter, Identity, LevelRecord
-from hf_cachegen.errors import FormatError
+from hf_cachegen.errors import FormatError, StoreError
 from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 from hf_cachegen.streaming import transfer
-from hf_cachegen.streaming.transfer import MIN_SAMPLE_BYTES, Meter, SegmentReader
+from hf_cachegen.streaming.transfer import MIN_SAMPLE_BYTES, Meter, SegmentReader, with_pauses
 
 LAYERS = [0, 1, 2, 3]
 EMPTY = 2
@@ -210,3 +211,49 @@ def test_a_damaged_part_of_a_chain_is_asked_for_once_more(reader: Any, segment: 
     store.damage_next(2)
     with pytest.raises(FormatError, match=r"level base, layer 0"):
         fetch(segments, 1, 2)
+
+
+def test_pauses_are_told_between_what_comes() -> None:
+    go_on = threading.Event()
+
+    def slow() -> Generator[int, None, None]:
+        yield 1
+        go_on.wait(20)
+        yield 2
+
+    found: list[int | None] = []
+    for item in with_pauses(slow(), 0.05):
+        found.append(item)
+        if found.count(None) == 3:
+            go_on.set()
+    assert found[0] == 1
+    assert found[-1] == 2
+    assert found.count(None) >= 3
+
+
+def test_pauses_go_no_further_than_asked_and_close_what_they_watch(threads_end: Any) -> None:
+    seen: list[int | str] = []
+
+    def source() -> Generator[int, None, None]:
+        try:
+            for number in range(1, 10):
+                seen.append(number)
+                yield number
+        finally:
+            seen.append("closed")
+
+    watched = with_pauses(source(), 10.0)
+    assert [next(watched), next(watched)] == [1, 2]
+    watched.close()
+    assert threads_end()
+    assert seen == [1, 2, "closed"]
+
+
+def test_pauses_hand_on_errors(threads_end: Any) -> None:
+    def broken() -> Generator[int, None, None]:
+        yield 1
+        raise StoreError("gone")
+
+    with pytest.raises(StoreError, match="gone"):
+        list(with_pauses(broken(), 10.0))
+    assert threads_end()

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     importlib.reload(triton.language.standard)
     importlib.reload(triton.language)
 
-from hf_cachegen.triton_kernels import delta, rans
+from hf_cachegen.triton_kernels import delta, rans, transform
 
 settings.register_profile("kernels", deadline=None, derandomize=True, max_examples=10)
 settings.load_profile("kernels")
@@ -26,6 +26,7 @@ settings.load_profile("kernels")
 KERNELS = {
     rans: ("rans_decode_kernel", "fill_escapes_kernel", "rans_encode_kernel"),
     delta: ("delta_kernel",),
+    transform: ("transform_join_kernel", "transform_store_kernel"),
 }
 GUARD_BYTES = 1024
 POISON = 0xA5

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hf_cachegen.bench import kernels as bench
-from hf_cachegen.triton_kernels import aot
+from hf_cachegen.bench import roofline
+from hf_cachegen.triton_kernels import aot, streams
 
+TARGETS = set(aot.TARGETS)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 
@@ -47,22 +47,29 @@ def test_half_of_a_multiprocessor_can_be_filled(builds):
 
 
 def documented():
+    """(kernel, label, target), then instructions of its loops and of the rest, as text."""
     text = DOCUMENT.read_text(encoding="utf-8").split(aot.TABLE_BEGIN)[1].split(aot.TABLE_END)[0]
-    return re.findall(r"^\| (\w+) \| ([^|]+) \| (\w+) \| .*?\| (\d+|-) \| [^|]+ \|$", text, re.M)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    return {tuple(row[:3]): (row[6], row[7]) for row in rows if len(row) == 9 and row[2] in TARGETS}
 
 
 def test_the_document_lists_every_build():
-    listed = [(kernel, label, target) for kernel, label, target, _ in documented()]
+    listed = list(documented())
     expected = [(c.name, c.label, target) for c in aot.configurations() for target in aot.TARGETS]
     assert listed == expected
 
 
 def test_the_bound_counts_the_documented_instructions():
-    counts = {(k, label): n for k, label, target, n in documented() if target == "sm_90"}
-    for alphabet, instructions in bench.DECODE_INSTRUCTIONS.items():
-        assert counts["rans_decode", f"{alphabet} symbols to int16"] == str(instructions)
-    label = "int16 to bfloat16, anchors, half, unit stride"
-    assert counts["delta", label] == str(bench.DELTA_INSTRUCTIONS)
+    counts = {key[:2]: found for key, found in documented().items() if key[2] == "sm_90"}
+    loops = ", ".join(map(str, roofline.DECODE_INSTRUCTIONS.values()))
+    assert counts["rans_decode", "int16"][0] == loops
+    assert list(roofline.DECODE_INSTRUCTIONS) == [1 << depth for depth in streams.DEPTHS]
+    label = "int16, anchors, to bfloat16, half, unit stride"
+    assert counts["delta", label] == ("-", str(roofline.DELTA_INSTRUCTIONS))
+    join = roofline.JOIN_LEVEL_INSTRUCTIONS, roofline.JOIN_INSTRUCTIONS
+    assert counts["transform_join", "int16"] == tuple(map(str, join))
+    label = "to bfloat16, half, unit stride"
+    assert counts["transform_store", label] == ("-", str(roofline.STORE_INSTRUCTIONS))
 
 
 @pytest.mark.parametrize(

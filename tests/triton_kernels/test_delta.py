@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from hf_cachegen.codec import kernel_codec
 from hf_cachegen.codec.bank import IntegerBank, normalise_counts
+from hf_cachegen.codec.base import PlacedSegment
 from hf_cachegen.codec.delta import DeltaCodec, DeltaConfig, DeltaTables
-from hf_cachegen.codec.planes import ByteReader
 from hf_cachegen.codec.rope import rotate
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, LayerSpec, RopeSpec, TensorSpec
-from hf_cachegen.triton_kernels.delta import DeltaChannels, DeltaSegment, Rotary, reconstruct
+from hf_cachegen.triton_kernels.delta import DeltaChannels, DeltaSegment, reconstruct
+from hf_cachegen.triton_kernels.pairs import Rotary
 
 START = 1000
 
@@ -50,7 +52,7 @@ def rotary_of(rope, tokens, device):
     if rope is None:
         return None
     positions = torch.arange(START, START + tokens, dtype=torch.float32)
-    angles = torch.outer(torch.tensor(rope.inv_freq), positions)
+    angles = torch.outer(positions, torch.tensor(rope.inv_freq))
     cos, sin = angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
     return Rotary(cos.to(device), sin.to(device), rope.pairing)
 
@@ -190,7 +192,7 @@ def test_what_lies_outside_is_refused_before_the_launch(hostile, match, device, 
     case = {**GOOD, **hostile}
     _, _, parameters = sample(6, 1, 10)
     channels = DeltaChannels(*(p.to(device) for p in parameters), first=case["first"], total=6)
-    table = torch.ones((case["pairs"], case["positions"]), device=device)
+    table = torch.ones((case["positions"], case["pairs"]), device=device)
     integers = torch.zeros(120, dtype=torch.int16, device=device)
     out = torch.zeros((1, 1, 25, 6), device=device)
     arguments = (channels, case["group"], Rotary(table, table, "half"), out)
@@ -223,9 +225,7 @@ def laplace_bank(size, lo):
 
 
 def decode_on_gpu(codec, data, out):
-    reader = ByteReader(data, "segment")
-    codec._decode_on_gpu(reader, 0, out, START)
-    reader.finish()
+    codec._decode_on_gpu(0, [PlacedSegment(data, 0, out[0].shape[1])], out, START)
 
 
 def test_a_segment_decodes_to_what_the_cpu_gives(device, poisoned, guards):
@@ -239,8 +239,68 @@ def test_a_segment_decodes_to_what_the_cpu_gives(device, poisoned, guards):
     assert guards["fill_escapes_kernel"].launches == 1
 
 
+def test_tensors_on_a_gpu_are_filled_by_the_kernels(device, poisoned, guards, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(kernel_codec, "takes_kernels", lambda out: True)
+    codec, data = small_codec()
+    out = [poisoned((2, 43, d), torch.float16) for d in (8, 4)]
+    codec.decode_into(0, data, out, START)
+    assert guards["delta_kernel"].launches == 2
+
+
 def test_a_damaged_segment_is_refused(device, poisoned):
     codec, data = small_codec()
     out = [poisoned((2, 43, d), torch.float16) for d in (8, 4)]
     with pytest.raises(FormatError, match="damaged"):
         decode_on_gpu(codec, data[:-1] + bytes([data[-1] ^ 1]), out)
+
+
+def sink_codec():
+    """As :func:`small_codec`, with three sinks."""
+    codec, _ = small_codec()
+    codec.config = codec.config.model_copy(update={"sinks": 3})
+    return codec
+
+
+CHUNKS = [(0, 2), (2, 20), (40, 9), (22, 1)]
+"""First token and tokens; the first is all sinks, the second in part. Some between are missing."""
+
+
+def test_many_segments_decode_to_what_each_does(device, poisoned, guards, monkeypatch):
+    """In one launch, and nothing between them is written."""
+    if device.type == "cpu":
+        monkeypatch.setattr(kernel_codec, "takes_kernels", lambda out: True)
+    codec, segments = sink_codec(), []
+    out = [poisoned((2, 50, d), torch.float16) for d in (8, 4)]
+    expected = [tensor.cpu().clone() for tensor in out]
+    for first, tokens in CHUNKS:
+        generator = torch.Generator().manual_seed(tokens)
+        shapes = [(2, tokens, d) for d in (8, 4)]
+        tensors = [torch.randn(shape, generator=generator).half() for shape in shapes]
+        segments.append(PlacedSegment(codec.encode(0, tensors, first), first, tokens))
+        whole = [torch.empty(shape, dtype=torch.float16) for shape in shapes]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel_codec, "takes_kernels", lambda out: False)
+            codec.decode_into(0, segments[-1].data, whole, first)
+        for tensor, part in zip(expected, whole, strict=True):
+            tensor[:, first : first + tokens] = part
+    codec.decode_many_into(0, segments, out, 0)
+    for found, tensor in zip(out, expected, strict=True):
+        assert_rounds(found, tensor.float())
+    assert guards["rans_decode_kernel"].launches == 1
+    assert guards["delta_kernel"].launches == len(out)
+
+
+def test_a_damaged_segment_among_several_is_refused(device, poisoned, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(kernel_codec, "takes_kernels", lambda out: True)
+    codec, data = small_codec()
+    out = [poisoned((2, 86, d), torch.float16) for d in (8, 4)]
+    segments = [PlacedSegment(data, 0, 43), PlacedSegment(data, 43, 43)]
+    codec.decode_many_into(0, segments, out, START)
+    segments[1] = segments[1]._replace(data=data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(FormatError, match="damaged"):
+        codec.decode_many_into(0, segments, out, START)
+    segments[1] = segments[1]._replace(data=data + b"\0")
+    with pytest.raises(FormatError):
+        codec.decode_many_into(0, segments, out, START)

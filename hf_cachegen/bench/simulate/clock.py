@@ -29,9 +29,14 @@ class Costs:
     prompt_s: float
 
     @property
+    def tail_decode_s(self) -> float:
+        """Most seconds from the last byte until it is decoded, if decoding keeps up."""
+        return max(map(max, self.decode_s))
+
+    @property
     def tail_s(self) -> float:
         """Most seconds from the last byte to the first token, if decoding keeps up."""
-        return max(map(max, self.decode_s)) + self.prompt_s
+        return self.tail_decode_s + self.prompt_s
 
 
 def context_costs(
@@ -133,6 +138,7 @@ class _Run:
             recompute_s=self._costs.recompute_s,
             compute_free_s=self._compute_free_s,
             tail_s=self._costs.tail_s,
+            tail_decode_s=self._costs.tail_decode_s,
         )
 
     def take(self, chunk: int, level: int) -> None:
