@@ -224,12 +224,13 @@ LADDERS = {
     "transform": Ladder(
         "transform",
         (
-            Level("transform-0", 0.23, 0.0310),
-            Level("transform-1", 0.57, 0.0051),
-            Level("transform-2", 1.23, 0.0010),
-            Level("transform-3", 2.25, 0.0002),
+            Level("transform-0", 0.13, 0.0857),
+            Level("transform-1", 0.34, 0.0144),
+            Level("transform-2", 0.78, 0.0028),
+            Level("transform-3", 1.57, 0.00045),
+            Level("transform-4", 2.72, 0.00007),
         ),
-        nested=4,
+        nested=5,
     ),
 }
 """As this library measures them on SmolLM2-135M with contexts of 1,500 tokens (``bench codec``).
