@@ -61,7 +61,7 @@ def encode(
             show_default=False,
         ),
     ] = None,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = CHUNK_TOKENS,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.", min=1)] = CHUNK_TOKENS,
     importance: options.ImportanceOption = options.Importance.predicted,
     dtype: options.DtypeOption = options.Dtype.auto,
     model_id: options.ModelId = None,
@@ -146,9 +146,13 @@ def _targets(texts: Sequence[Path], out: Path | None, into: Path | None) -> dict
             f"the cache of each; got {len(texts)} documents and "
             f"{'both' if out and into else '-o' if out else 'neither'}"
         )
+    if into.exists() and not into.is_dir():
+        raise ValueError(f"expected a folder for the caches, {into} is a file")
     targets: dict[Path, Path] = {}
-    for path in texts:
+    for path in dict.fromkeys(texts):
         folder = into / path.stem
+        if path.stem.startswith("."):
+            raise ValueError(f"expected documents whose names begin with no dot, got {path}")
         if folder in targets:
             raise ValueError(
                 f"expected documents with different names, got {targets[folder]} and {path}, whose "
@@ -164,7 +168,7 @@ def _report(outcome: Outcome) -> None:
     if outcome.taken:
         print(f"{len(outcome.taken)} left to another run, which is at work on them")
     for name, reason in outcome.failures.items():
-        report_error(f"{name}: {reason}")
+        report_error(reason if reason.startswith(name) else f"{name}: {reason}")
 
 
 def profile(

@@ -32,9 +32,9 @@ class PlacedSegment(NamedTuple):
 class SegmentCodec(ABC):
     """Encodes one layer's tensors over consecutive tokens as one segment.
 
-    A segment stands alone: it needs the codec (its level's parameters and the model's table) and
-    nothing of any other segment. Codecs are immutable after construction and may be used from
-    several threads at once.
+    A segment needs the codec (its level's parameters and the model's table) and, at a level that
+    refines others, their segments of the same layer and tokens. Codecs are immutable after
+    construction and may be used from several threads at once.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ from hf_cachegen.hf.calibration import calibrate, machine_rates
 from hf_cachegen.hf.codecs import LevelCodecs
 from hf_cachegen.hf.compat import layer_devices, native_layers, token_layers
 from hf_cachegen.hf.recompute import Recomputer
-from hf_cachegen.hf.states import LayerStates, state_numbers, unpack_states
+from hf_cachegen.hf.states import LayerStates, state_numbers, state_shapes, unpack_states
 from hf_cachegen.streaming.controller import Policy, TextOnly
 from hf_cachegen.streaming.pipeline import ChunkStream
 
@@ -64,6 +64,7 @@ class Incoming:
         devices = [self.devices[index] for index in token_layers(natives)]
         self._buffers = LayerBuffers(manifest, devices, codecs)
         self._state_numbers = state_numbers(natives)
+        self._state_shapes = state_shapes(model, self._state_numbers)
         self._states: dict[int, LayerStates] | None = None
         self._states_lock = threading.Lock()
         recompute = _recomputer(model, policy, token_ids, self._buffers)
@@ -95,7 +96,10 @@ class Incoming:
         return partial(self._load, layer)
 
     def loading_states(self, layer: int) -> Callable[[], LayerStates]:
-        """A function that waits for the states of a layer of the model and hands them over, once.
+        """A function that waits for the states of a layer of the model.
+
+        It gives the same states, or raises the same error, however often it is called, and keeps
+        the states itself: who has what they need of them lets go of the function.
 
         Raises
         ------
@@ -107,7 +111,7 @@ class Incoming:
                 f"{self.stream.artifact.store.location} has no states, which this model cannot go "
                 "on without; encode the context again"
             )
-        return partial(self._load_states, layer)
+        return partial(self._load_states, layer, [])
 
     def begin_pass(self) -> None:
         """The first pass after the stream has come to its first layer's tensors."""
@@ -135,14 +139,20 @@ class Incoming:
         self._buffers.release(layer)
         return keys, values
 
-    def _load_states(self, layer: int) -> LayerStates:
+    def _load_states(self, layer: int, kept: list[LayerStates]) -> LayerStates:
         started = time.perf_counter()
+        # An interrupt may come between any two steps: nothing is let go of before its successor
+        # is in place.
         with self._states_lock:
             if self._states is None:
-                self._states = unpack_states(self.stream.take_states(), self._state_numbers)
-            states = self._states.pop(layer)
+                data = self.stream.wait_states()
+                self._states = unpack_states(data, self._state_numbers, self._state_shapes)
+                self.stream.release_states()
+            if not kept:
+                kept.append(self._states[layer])
+            self._states.pop(layer, None)
         self._waited_s += time.perf_counter() - started
-        return states
+        return kept[0]
 
 
 def _recomputer(

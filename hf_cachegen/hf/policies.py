@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hf_cachegen.artifact import LevelRecord
@@ -38,8 +39,8 @@ def resolve_policy(
     """
     if level is not None and (policy is not None or ttft_target_s is not None):
         raise ValueError("expected level, or policy and ttft_target_s; got both")
-    if ttft_target_s is not None and ttft_target_s <= 0:
-        raise ValueError(f"expected a ttft_target_s above 0 seconds, got {ttft_target_s}")
+    if ttft_target_s is not None and not _is_duration(ttft_target_s):
+        raise ValueError(f"expected a ttft_target_s above 0 seconds, got {ttft_target_s!r}")
     if isinstance(policy, Policy):
         if ttft_target_s is not None:
             raise ValueError(
@@ -59,6 +60,10 @@ def resolve_policy(
         target_s=ttft_target_s,
         nested=nested,
     )
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def n_nested(levels: Sequence[LevelRecord]) -> int:

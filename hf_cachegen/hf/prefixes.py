@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-from torch import Tensor, as_tensor
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_cachegen.artifact import Identity, check_identity
@@ -47,7 +48,16 @@ def load_longest_prefix(
     -------
     CompressedStreamingCache or None
         None if nothing that is stored begins the prompt.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder.
+    ValueError
+        The prompt is not token ids, or the policy is not as for ``from_pretrained``.
     """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"expected a folder with artefacts, found none at {folder}")
 
     def is_of_model(identity: Identity) -> bool:
         try:
@@ -56,7 +66,7 @@ def load_longest_prefix(
             return False
         return True
 
-    ids = one_sequence(as_tensor(prompt)).numpy().astype(np.int32)
+    ids = one_sequence(prompt).numpy().astype(np.int32)
     artifact = open_longest_prefix(folder, ids, is_of_model)
     if artifact is None:
         return None

@@ -129,7 +129,14 @@ def _by_layer_and_head(positions: Positions) -> Tensor:
             found = torch.as_tensor(np.asarray(positions))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{_EXPECTED}; got {type(positions).__name__} ({error})") from error
-    if found.is_floating_point() or not 1 <= found.ndim <= 3 or not found.numel():
+    if found.dtype == torch.bool:
+        raise ValueError(f"{_EXPECTED}; got a mask, whose positions are mask.nonzero()[:, 0]")
+    if (
+        found.is_floating_point()
+        or found.is_complex()
+        or not 1 <= found.ndim <= 3
+        or not found.numel()
+    ):
         raise ValueError(f"{_EXPECTED}; got {found.dtype} of shape {list(found.shape)}")
     if found.ndim == 1:
         found = found[None]

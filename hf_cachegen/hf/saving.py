@@ -155,6 +155,9 @@ def save_cache(
     native_layers(model)  # refuses what cannot be saved before the model runs
     ids = context_ids(tokenizer, text_or_ids)
     check_text(model, ids)
+    _check_vocabulary(model, ids)
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"expected chunks of at least one token, got chunk_tokens={chunk_tokens}")
     if positions is not None:
         check_prunable(model)
     if positions is not None and (cache is None or hasattr(cache, "stream_report")):
@@ -163,6 +166,13 @@ def save_cache(
             f"evicted, got {'none' if cache is None else type(cache).__name__}"
         )
     if cache is None:
+        # What is wrong with these should not cost the pass over the context.
+        if importance is not None:
+            _weighting(importance, len(ids))
+        if levels is not None and tables != "auto":
+            options = {"token": token, "endpoint": endpoint}
+            known = None if tables is None else load_table(tables, **options)[0]
+            select_levels(available_levels(known), levels)
         cache = prefill(model, ids, piece_tokens=prefill_tokens, progress=progress)
     if not knows_length(cache):
         raise UnsupportedError(
@@ -380,7 +390,10 @@ def _weighting(importance: Mode | ArrayLike | Tensor, n_tokens: int) -> Importan
     expected = f"expected importance as finite numbers [{n_tokens}], one a token"
     try:
         array = importance if isinstance(importance, Tensor) else np.array(importance)
-        weights = torch.as_tensor(array, dtype=torch.float32)
+        given = torch.as_tensor(array)
+        if given.is_complex() or given.dtype == torch.bool:
+            raise TypeError(f"of {given.dtype}")
+        weights = given.to(torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(importance).__name__
         raise ValueError(f"{expected}, or the name of a mode; got {kind} ({error})") from error
@@ -394,20 +407,38 @@ def _weighting(importance: Mode | ArrayLike | Tensor, n_tokens: int) -> Importan
 def context_ids(
     tokenizer: PreTrainedTokenizerBase | None, text_or_ids: str | Tensor | Sequence[int]
 ) -> Tensor:
-    """Token ids ``[T]`` of a context; ValueError if there are none or of several sequences."""
+    """Token ids ``[T]`` of a context; ValueError if these are not at least one, of one sequence."""
     if isinstance(text_or_ids, str):
         if tokenizer is None:
             raise ValueError("expected a tokenizer for the text")
         ids = tokenizer(text_or_ids, return_tensors="pt")["input_ids"]
     else:
-        ids = torch.as_tensor(text_or_ids)
-    if ids.numel() == 0:
+        ids = text_or_ids
+    found = one_sequence(ids)
+    if found.numel() == 0:
         raise ValueError("expected a context of at least one token, got none")
-    return one_sequence(ids)
+    return found
 
 
-def one_sequence(ids: Tensor) -> Tensor:
+def _check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
+    """Raise ValueError for ids that the model has no embedding of."""
+    n_tokens = model.get_input_embeddings().weight.shape[0]
+    if ids.min() < 0 or ids.max() >= n_tokens:
+        raise ValueError(
+            f"expected ids of 0 to {n_tokens - 1}, which the model knows, got {int(ids.min())} to "
+            f"{int(ids.max())}; use the model's own tokenizer"
+        )
+
+
+def one_sequence(token_ids: Tensor | Sequence[int]) -> Tensor:
     """Token ids ``[T]`` on the CPU from ``[T]`` or ``[1, T]``; ValueError for anything else."""
+    try:
+        ids = torch.as_tensor(token_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(token_ids).__name__
+        raise ValueError(f"expected token ids [T] or [1, T], got {kind} ({error})") from error
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise ValueError(f"expected token ids as integers, got {ids.dtype}")
     if ids.ndim not in (1, 2) or ids.shape[:-1].numel() != 1:
         raise ValueError(f"expected the ids [T] or [1, T] of one sequence, got {tuple(ids.shape)}")
     return ids.reshape(-1).cpu()

@@ -14,7 +14,7 @@ from hf_cachegen.hf.layers import StreamedLayer
 from hf_cachegen.hf.states import LayerStates
 
 LoadStates = Callable[[], LayerStates]
-"""Blocks until the states of a layer are here."""
+"""Blocks until the states of a layer are here. May be called again after it was interrupted."""
 
 
 class _StreamedStates(LinearAttentionLayer):
@@ -37,7 +37,7 @@ class _StreamedStates(LinearAttentionLayer):
         Parameters
         ----------
         load
-            Called once.
+            Called until it has succeeded, and let go of then.
         device
             Where the states belong.
         one_by_one
@@ -55,7 +55,6 @@ class _StreamedStates(LinearAttentionLayer):
         # They are changed where they are, which may be outside of inference mode.
         with torch.inference_mode(False):
             states = self._load_states()
-            self._load_states = None
             for number, conv in states.conv_states.items():
                 self._conv_states[number] = conv[None].to(self.device)
                 self.is_conv_states_initialized[number] = True
@@ -65,6 +64,7 @@ class _StreamedStates(LinearAttentionLayer):
                 self._recurrent_states[number] = recurrent[None].to(self.device)
                 self.is_recurrent_states_initialized[number] = True
         self.has_previous_state = dict(self.is_conv_states_initialized)
+        self._load_states = None  # last: until then an interrupt leaves all of it to be done again
 
     @property
     def states_pending(self) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_cachegen.errors import FormatError, UnsupportedError
@@ -17,6 +18,14 @@ from hf_cachegen.hf.compat import keeps_states, storing_layers
 
 KINDS = ("conv_states", "recurrent_states")
 """What transformers calls them, and the file too."""
+
+RECURRENT_AXES = (
+    ("num_v_heads", "head_k_dim", "head_v_dim"),
+    ("num_heads", "head_dim", "ssm_state_size"),
+    ("intermediate_size", "ssm_state_size"),
+)
+"""By what names a module knows the shape of its recurrent state: the gated delta rule, Mamba 2,
+Mamba. Modules of Mamba 2 have all names of Mamba, so the order counts."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,9 @@ def pack_states(states: Mapping[int, LayerStates]) -> bytes | None:
     return safetensors.torch.save(tensors) if tensors else None
 
 
-def unpack_states(data: bytes, numbers: Mapping[int, int]) -> dict[int, LayerStates]:
+def unpack_states(
+    data: bytes, numbers: Mapping[int, int], shapes: Mapping[str, Sequence[int]]
+) -> dict[int, LayerStates]:
     """The states of a file.
 
     Parameters
@@ -67,6 +78,8 @@ def unpack_states(data: bytes, numbers: Mapping[int, int]) -> dict[int, LayerSta
         The file.
     numbers
         By layer that keeps states, how many of each kind it keeps at most.
+    shapes
+        By name in the file, the shape of each state that has to be there, as far as known.
 
     Raises
     ------
@@ -95,7 +108,18 @@ def unpack_states(data: bytes, numbers: Mapping[int, int]) -> dict[int, LayerSta
     empty = [layer for layer, held in states.items() if not held.conv_states]
     if empty:
         raise FormatError(f"states: found none of the layers {empty}; fetch the file again")
+    _check_shapes(tensors, shapes)
     return states
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    for name, shape in shapes.items():
+        found = list(tensors[name].shape) if name in tensors else None
+        if found != list(shape):
+            raise FormatError(
+                f"states: expected {name!r} of shape {list(shape)}, found {found or 'none'}; "
+                "encode the context again with this model"
+            )
 
 
 def _states_of(index: int, layer: Any) -> LayerStates:
@@ -130,3 +154,36 @@ def state_numbers(layers: Sequence[Any]) -> dict[int, int]:
     return {
         index: layer.number_of_states for index, layer in enumerate(layers) if keeps_states(layer)
     }
+
+
+def state_shapes(model: PreTrainedModel, numbers: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
+    """By name in the file, the shapes of states, as far as the model's modules tell them.
+
+    Nothing is run for it. They tell no shapes of layers with several states of a kind.
+
+    Parameters
+    ----------
+    model
+        The model that goes on from the states.
+    numbers
+        By layer that keeps states, how many of each kind it keeps at most.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module in model.get_decoder().modules():
+        convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
+        layer = getattr(module, "layer_idx", None)
+        if len(convolutions) != 1 or layer is None or numbers.get(layer) != 1:
+            continue
+        (convolution,) = convolutions
+        shapes[f"{layer}.conv_states.0"] = convolution.in_channels, *convolution.kernel_size
+        recurrent = _recurrent_shape(module)
+        if recurrent is not None:
+            shapes[f"{layer}.recurrent_states.0"] = recurrent
+    return shapes
+
+
+def _recurrent_shape(module: nn.Module) -> tuple[int, ...] | None:
+    for names in RECURRENT_AXES:
+        if all(hasattr(module, name) for name in names):
+            return tuple(getattr(module, name) for name in names)
+    return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hf_cachegen.streaming.estimate import RateEstimate
 from hf_cachegen.streaming.policy import MISS_BOUND, TEXT, Policy, Refinement, StreamState
@@ -70,7 +72,8 @@ class LayeredPolicy(Policy):
         recompute = self._recompute(state, plan, stop_s)
         if recompute is not None or not plan:
             return recompute
-        return max(plan, key=_worth).refinement
+        best = max(plan, key=lambda option: _worth(option.gain, option.transfer_s, option.decode_s))
+        return Refinement(best.chunk, best.level, best.size_bytes, stop_s)
 
     def _text_is_free(self, state: StreamState, deadline_s: float) -> bool:
         """Whether recomputing the next chunk takes nothing from decoding the others.
@@ -92,48 +95,53 @@ class LayeredPolicy(Policy):
         A knapsack filled greedily: what is worth most per second of the busier of link and
         processor comes first. The plan says how far to go with a chunk in one go, since each
         refinement decodes all of it anew.
+
+        A heap holds the best step of each chunk. Time only gets less, so that a step that fits when
+        it comes to the top is the best of all; one that no longer fits makes way for the chunk's
+        next best. (Where a finer level decodes faster, a step gives time back: it is used by the
+        chunks that are still in the heap.)
         """
-        options = {
-            chunk: [
-                self._option(state, estimate, chunk, level, stop_s)
-                for level in range(held, len(self.losses))
-            ]
-            for chunk, held in reversed(list(enumerate(state.chosen)))
-            if held != TEXT
-        }
-        taken = {chunk: chain[0] for chunk, chain in options.items()}
         link_s = stop_s - state.elapsed_s
         compute_s = stop_s + state.tail_decode_s - state.compute_begin_s()
-        while True:
-            fitting = [
-                step
-                for chunk, chain in options.items()
-                for option in chain
-                if (step := option.after(taken[chunk])).gain > 0
-                and step.transfer_s <= link_s
-                and step.decode_s <= compute_s
-            ]
-            if not fitting:
-                return [option for option in taken.values() if option.gain > 0]
-            best = max(fitting, key=_worth)
-            link_s, compute_s = link_s - best.transfer_s, compute_s - best.decode_s
-            refined = best.refinement
-            chain = options[refined.chunk]
-            taken[refined.chunk] = chain[refined.level - state.chosen[refined.chunk]]
-
-    def _option(
-        self, state: StreamState, estimate: RateEstimate, chunk: int, level: int, stop_s: float
-    ) -> _Option:
-        held, sizes = state.chosen[chunk], state.sizes_bytes[chunk]
-        if level == held:
-            return _Option(0.0, 0.0, 0.0, Refinement(chunk, level, 0, stop_s))
-        size = max(sizes[level] - (sizes[held] if level < self.nested else 0), 0)
-        # A chunk counts as much as it has tokens, of which its size is a measure.
-        gain = sizes[0] * (self.losses[held] - self.losses[level])
-        decode_s = state.decode_s[chunk][level] if state.decode_s else 0.0
-        return _Option(
-            gain, estimate.median_s(size), decode_s, Refinement(chunk, level, size, stop_s)
+        per_byte_s = estimate.median_s(1)
+        firsts = (
+            _best_step(
+                _Option(chunk, held, 0, 0.0, 0.0, 0.0),
+                self._options(state, chunk, per_byte_s),
+                link_s,
+                compute_s,
+            )
+            for chunk, held in enumerate(state.chosen)
+            if held != TEXT
         )
+        heap = [step for step in firsts if step]
+        heapq.heapify(heap)
+        taken: dict[int, _Option] = {}
+        while heap:
+            step = heap[0]
+            reached = step.before
+            if step.transfer_s <= link_s and step.decode_s <= compute_s:
+                link_s, compute_s = link_s - step.transfer_s, compute_s - step.decode_s
+                reached = taken[step.after.chunk] = step.after
+            following = _best_step(reached, step.options, link_s, compute_s)
+            if following:
+                heapq.heapreplace(heap, following)
+            else:
+                heapq.heappop(heap)
+        return [taken[chunk] for chunk in sorted(taken, reverse=True)]
+
+    def _options(self, state: StreamState, chunk: int, per_byte_s: float) -> list[_Option]:
+        """The finer levels of a chunk that lose less than the one it has."""
+        held, sizes = state.chosen[chunk], state.sizes_bytes[chunk]
+        options = []
+        for level in range(held + 1, len(self.losses)):
+            size = max(sizes[level] - (sizes[held] if level < self.nested else 0), 0)
+            # A chunk counts as much as it has tokens, of which its size is a measure.
+            gain = sizes[0] * (self.losses[held] - self.losses[level])
+            decode_s = state.decode_s[chunk][level] if state.decode_s else 0.0
+            if gain > 0:
+                options.append(_Option(chunk, level, size, gain, size * per_byte_s, decode_s))
+        return options
 
     def _recompute(
         self, state: StreamState, plan: Sequence[_Option], stop_s: float
@@ -146,31 +154,57 @@ class LayeredPolicy(Policy):
         ]
         if not lossy or not state.recompute_s:
             return None
-        decode_s = sum(o.decode_s for o in plan if o.refinement.chunk != lossy[0])
+        decode_s = sum(o.decode_s for o in plan if o.chunk != lossy[0])
         if state.compute_begin_s() + state.recompute_s[lossy[0]] + decode_s > stop_s:
             return None
         return Refinement(lossy[0], TEXT, 0, stop_s)
 
 
-@dataclass(frozen=True)
-class _Option:
+class _Option(NamedTuple):
     """A refinement: the loss it avoids, and the seconds it takes of the link and the processor."""
 
+    chunk: int
+    level: int
+    size_bytes: int
     gain: float
     transfer_s: float
     decode_s: float
-    refinement: Refinement
-
-    def after(self, other: _Option) -> _Option:
-        """What this one adds if it is done instead of another refinement of the same chunk."""
-        return _Option(
-            self.gain - other.gain,
-            self.transfer_s - other.transfer_s,
-            self.decode_s - other.decode_s,
-            self.refinement,
-        )
 
 
-def _worth(option: _Option) -> float:
+class _Step(NamedTuple):
+    """From one option of a chunk to another; sorts by worth, of equal worth the last chunk first.
+
+    There is one step of a chunk at a time, so that comparing never comes to the other fields.
+    """
+
+    minus_worth: float
+    minus_chunk: int
+    transfer_s: float
+    decode_s: float
+    before: _Option
+    after: _Option
+    options: Sequence[_Option]
+
+
+def _best_step(
+    before: _Option, options: Sequence[_Option], link_s: float, compute_s: float
+) -> _Step | None:
+    """The step worth most of those that gain anything and take no more time than there is."""
+    best, best_worth = None, 0.0
+    for option in options:
+        gain = option.gain - before.gain
+        transfer_s = option.transfer_s - before.transfer_s
+        decode_s = option.decode_s - before.decode_s
+        if gain > 0 and transfer_s <= link_s and decode_s <= compute_s:
+            worth = _worth(gain, transfer_s, decode_s)
+            if worth > best_worth:
+                best, best_worth = (transfer_s, decode_s, option), worth
+    if best is None:
+        return None
+    transfer_s, decode_s, after = best
+    return _Step(-best_worth, -after.chunk, transfer_s, decode_s, before, after, options)
+
+
+def _worth(gain: float, transfer_s: float, decode_s: float) -> float:
     """Loss avoided per second of the busier of link and processor."""
-    return option.gain / max(option.transfer_s, option.decode_s, _INSTANT_S)
+    return gain / max(transfer_s, decode_s, _INSTANT_S)

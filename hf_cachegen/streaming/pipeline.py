@@ -144,17 +144,19 @@ class ChunkStream:
         """
         self._ledger.wait_layer(layer, self._recompute_step)
 
-    def take_states(self) -> bytes:
-        """Wait for the file of the context's states and hand it over, once.
+    def wait_states(self) -> bytes:
+        """Wait for the file of the context's states; the same every time until it is released.
 
         Raises
         ------
         StoreError, FormatError
             It cannot be read, or is damaged.
         """
-        data = self._states.result()
-        self._states = Future()  # the bytes are the caller's now
-        return data
+        return self._states.result()
+
+    def release_states(self) -> None:
+        """Forget the file of the states, which nobody will wait for any more."""
+        self._states = Future()
 
     def wait_transfers(self) -> None:
         """Return once everything is fetched, or the stream has ended before that."""

@@ -195,3 +195,18 @@ def test_where_to_is_said_once(refuse, tmp_path, corpus, tiny_model_folder):
     twin = tmp_path / corpus[0].name
     twin.write_text("Something else.")
     assert "rename one" in refuse(*model, corpus[0], twin, *many)
+
+
+def test_folders_that_would_be_wrong_are_refused(tmp_path, corpus, tiny_model_folder):
+    hidden = corpus[0].with_name("..txt")
+    hidden.write_text("Something.")
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, message in (
+        (("--into", tmp_path / "caches", "--text", hidden), "begin with no dot"),
+        (("--into", file, "--text", corpus[0]), "is a file"),
+    ):
+        result = encode(tiny_model_folder, "--tables", "none", *arguments)
+        assert result.exit_code == 2
+        assert message in result.stderr
+    assert not (tmp_path / "caches").exists()

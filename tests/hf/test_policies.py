@@ -50,6 +50,12 @@ def test_finer_levels_lose_less_and_exact_ones_nothing(codec: str) -> None:
     assert losses == [1.0, pytest.approx(1 / ratio), pytest.approx(1 / ratio**2), 0.0, 0.0]
 
 
+@pytest.mark.parametrize("target", [0, -1.0, float("nan"), float("inf"), "1", [1.0]])
+def test_targets_are_finite_seconds_above_0(target: object) -> None:
+    with pytest.raises(ValueError, match="expected a ttft_target_s above 0 seconds, got"):
+        resolve_policy(LEVELS, ttft_target_s=target)  # type: ignore[arg-type]
+
+
 def test_policies() -> None:
     assert resolve_policy(LEVELS, policy="fixed:l1") == FixedLevel(1)
     assert resolve_policy(LEVELS, policy="text") == TextOnly()

@@ -93,5 +93,15 @@ def test_damaged_artefact_is_passed_over_with_a_warning(llama: Any, store: Path)
     assert cache.context_length == 32
 
 
+def test_a_folder_that_is_not_there_is_a_mistake(llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="expected a folder with artefacts, found none at"):
+        load_longest_prefix(tmp_path / "typo", llama.ids, model=llama.model)
+
+
+def test_a_text_is_no_prompt_here(llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected token ids \[T\] or \[1, T\], got str"):
+        load_longest_prefix(tmp_path, "hello", model=llama.model)
+
+
 def test_empty_folder_has_nothing(llama: Any, tmp_path: Path) -> None:
     assert load_longest_prefix(tmp_path, llama.ids, model=llama.model) is None

@@ -607,3 +607,13 @@ def test_pushed_and_streamed_back_and_replaced(by_head: Pruned, llama: Any, hub:
     assert any(name.startswith("kept-") for name in api.list_repo_files("me/context"))
     push_artifact(llama.folder, "me/context", **options)
     assert not any(name.startswith("kept-") for name in api.list_repo_files("me/context"))
+
+
+def test_a_mask_is_no_positions(llama: Any, tmp_path: Path) -> None:
+    """The likeliest mistake: the message says what to pass."""
+    mask = torch.zeros(len(llama.ids), dtype=torch.bool)
+    mask[::2] = True
+    with pytest.raises(ValueError, match=r"got a mask, whose positions are mask\.nonzero"):
+        save_cache(
+            llama.model, None, llama.ids, tmp_path / "a", cache=llama.native(), positions=mask
+        )

@@ -198,3 +198,22 @@ def test_model_that_goes_on_token_by_token_may_begin_with_several() -> None:
         layer.update_conv_state(drawn(1, 1, CHANNELS, 2))
     layer.reset()
     layer.update_conv_state(drawn(1, 1, CHANNELS, 2))
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_interrupted_layer_is_filled_at_the_next_use(attention: bool) -> None:
+    class Interrupted(dict[int, Tensor]):
+        def items(self) -> Any:
+            raise KeyboardInterrupt
+
+    contents = stored(recurrent=True)
+    half = LayerStates(contents.conv_states, Interrupted(contents.recurrent_states))
+    answers = iter((half, half, contents))
+    layer = streamed(recurrent=True, attention=attention)
+    layer.attach_states(lambda: next(answers), CPU)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            layer.materialize_states()
+        assert layer.states_pending
+    assert_alike(layer, native(recurrent=True, attention=attention))
+    assert not layer.states_pending

@@ -37,14 +37,23 @@ from hf_cachegen.artifact.files import write_file
 from hf_cachegen.bench.local_hub import LocalHub
 from hf_cachegen.codec.delta import DeltaConfig
 from hf_cachegen.codec.transform_tables import TransformConfig
+from hf_cachegen.hf import incoming
 from hf_cachegen.hf.calibration import calibrate
 from hf_cachegen.hf.compat import cache_argument, keeps_states, native_layers, place_arguments
 from hf_cachegen.hf.counting import CountingCache
+from hf_cachegen.hf.incoming import Incoming
 from hf_cachegen.hf.joining import fill_cache
 from hf_cachegen.hf.prefixes import load_longest_prefix
-from hf_cachegen.hf.states import KINDS, cached_states, state_numbers, unpack_states
+from hf_cachegen.hf.states import (
+    KINDS,
+    cached_states,
+    state_numbers,
+    state_shapes,
+    unpack_states,
+)
 from hf_cachegen.stores import LocalStore
 from hf_cachegen.streaming.controller import FixedLevel
+from hf_cachegen.streaming.pipeline import ChunkStream
 from hf_cachegen.streaming.policy import TEXT
 
 CONTEXT_TOKENS, CHUNK_TOKENS = 70, 32
@@ -387,6 +396,21 @@ def _without_a_layer(states: dict[str, Tensor]) -> bytes:
     return save({name: t for name, t in states.items() if not name.startswith(f"{first}.")})
 
 
+def _without_recurrent(states: dict[str, Tensor]) -> bytes:
+    return save({name: t for name, t in states.items() if "recurrent" not in name})
+
+
+def _cut(kind: str, axis: int) -> Callable[[dict[str, Tensor]], bytes]:
+    """One row less in one state of a kind."""
+
+    def cut(states: dict[str, Tensor]) -> bytes:
+        name = max(name for name in states if kind in name)
+        length = states[name].shape[axis] - 1
+        return save({**states, name: states[name].narrow(axis, 0, length).contiguous()})
+
+    return cut
+
+
 def _with_another(name: str) -> Callable[[dict[str, Tensor]], bytes]:
     return lambda states: save({**states, name: torch.zeros(2, 3)})
 
@@ -409,8 +433,67 @@ def test_states_of_something_else_are_told(
     (path,) = stateful.folder.glob("states-*")
     folder = copied(stateful, tmp_path, change(load(path.read_bytes())))
     cache = CompressedStreamingCache.from_pretrained(folder, model=stateful.model)
-    with pytest.raises(FormatError, match=message):
+    prompt = torch.cat((stateful.ids, NEW))
+    for use in (cache.wait, lambda: stateful.generate(cache, prompt), cache.wait):
+        with pytest.raises(FormatError, match=message):
+            use()
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_other_shapes_are_told_before_the_model_sees_them(
+    stateful: Stateful, kind: str, axis: int, tmp_path: Path
+) -> None:
+    (path,) = stateful.folder.glob("states-*")
+    states = load(path.read_bytes())
+    if not any(kind in name for name in states):
+        pytest.skip(f"no {kind}")
+    folder = copied(stateful, tmp_path, _cut(kind, axis)(states))
+    cache = CompressedStreamingCache.from_pretrained(folder, model=stateful.model)
+    for _ in range(2):
+        with pytest.raises(FormatError, match=rf"'\d\.{kind}\.0' of shape \[.*found \["):
+            stateful.forward(cache, NEW)
+
+
+def test_missing_recurrent_states_are_told(stateful: Stateful, tmp_path: Path) -> None:
+    (path,) = stateful.folder.glob("states-*")
+    states = load(path.read_bytes())
+    if not any("recurrent" in name for name in states):
+        pytest.skip("no recurrent_states")
+    folder = copied(stateful, tmp_path, _without_recurrent(states))
+    cache = CompressedStreamingCache.from_pretrained(folder, model=stateful.model)
+    with pytest.raises(FormatError, match=r"recurrent_states\.0' of shape \[.*found none"):
         cache.wait()
+
+
+def test_shapes_are_known_of_every_state(stateful: Stateful) -> None:
+    (path,) = stateful.folder.glob("states-*")
+    shapes = {name: tuple(t.shape) for name, t in load(path.read_bytes()).items()}
+    assert state_shapes(stateful.model, state_numbers(native_layers(stateful.model))) == shapes
+
+
+@pytest.mark.parametrize("interrupted", ["wait_states", "unpack_states", "_load_states"])
+def test_interrupt_while_states_are_loaded_leaves_them_to_be_loaded(
+    stateful_of: Any, interrupted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stateful = stateful_of("falcon_h1")
+    owners = {"wait_states": ChunkStream, "unpack_states": incoming, "_load_states": Incoming}
+    whole = getattr(owners[interrupted], interrupted)
+    interrupts = iter((True, True))
+
+    def interrupt(*args: Any) -> Any:
+        result = whole(*args)
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owners[interrupted], interrupted, interrupt)
+    cache, native = stateful.load(), stateful.native()
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            cache.layers[0].materialize()
+    assert_same_states(cache, native)
+    assert torch.equal(stateful.forward(cache, NEW), stateful.forward(native, NEW))
 
 
 @pytest.mark.parametrize("model_type", HYBRID)
@@ -726,7 +809,8 @@ def test_file_names_every_state_by_layer_kind_and_number(stateful: Stateful) -> 
     for name, tensor in load(data).items():
         layer, kind, number = name.split(".")
         assert torch.equal(tensor, getattr(native[int(layer)], kind)[int(number)])
-    states = unpack_states(data, state_numbers(layers))
+    numbers = state_numbers(layers)
+    states = unpack_states(data, numbers, state_shapes(stateful.model, numbers))
     assert sum(held.size_bytes for held in states.values()) < len(data)
 
 
