@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
