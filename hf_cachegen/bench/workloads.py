@@ -16,6 +16,7 @@ from hf_cachegen.codec.bank import IntegerBank, TableBank, normalise_counts
 from hf_cachegen.codec.channels import store_channels
 from hf_cachegen.codec.entropy import encode_integers
 from hf_cachegen.codec.importance import Importance
+from hf_cachegen.codec.kernel_codec import CodedSegment
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.codec.rans_triton import DecodeCheck, PlaneBytes, coded_planes, launch_planes
 from hf_cachegen.codec.rope import rotate
@@ -82,7 +83,7 @@ class DeltaLayer:
         self.vectors = [torch.rand(channels) + 0.5 for _ in range(3)]
         self.planes = delta_triton.DeltaPlanes.build(banks, rows, self.vectors, DELTA_GROUP, device)
         self.segments = [
-            delta_triton.CodedSegment(coded[2 * k : 2 * k + 2], tokens, batch, k * CHUNK_TOKENS)
+            CodedSegment(coded[2 * k : 2 * k + 2], tokens, batch, k * CHUNK_TOKENS)
             for batch in range(shape.contexts)
             for k, tokens in enumerate(shape.chunks)
         ]
@@ -117,7 +118,7 @@ class DeltaLayer:
                 if not torch.allclose(found.float(), expected, rtol=0.01, atol=0.01):
                     raise _wrong()
 
-    def _expected(self, index: int, segment: delta_triton.CodedSegment) -> list[Tensor]:
+    def _expected(self, index: int, segment: CodedSegment) -> list[Tensor]:
         anchors, differences = (
             torch.from_numpy(q).to(self.device) for q in self._integers[index : index + 2]
         )
@@ -156,7 +157,7 @@ class TransformLayers:
         n_values = self.n_layers * shape.channels * shape.tokens
         self.bits_per_value = 8 * sum(map(len, self._data)) / n_values
         self.segments = [
-            transform_triton.CodedSegment(
+            CodedSegment(
                 self._codec._read_planes(ByteReader(data, "segment"), tokens),
                 tokens,
                 batch,

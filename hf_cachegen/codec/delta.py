@@ -38,7 +38,7 @@ from hf_cachegen.codec.entropy import decode_integers, encode_integers
 from hf_cachegen.codec.exact import tensor_bytes
 from hf_cachegen.codec.gpu import PerDevice
 from hf_cachegen.codec.integer_tables import BANK_FIELDS, bank_from_arrays, bank_to_arrays
-from hf_cachegen.codec.kernel_codec import CodedPart, KernelCodec
+from hf_cachegen.codec.kernel_codec import CodedSegment, KernelCodec
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, Record
@@ -238,7 +238,7 @@ class DeltaCodec(KernelCodec):
     def __init__(
         self, layout: KVLayout, tables: DeltaTables, level: int, kept: Tensor | None = None
     ) -> None:
-        super().__init__(layout, kept)
+        super().__init__(layout, tables.config.sinks, kept)
         self.config = tables.config
         self._offsets = row_offsets(layout)
         self._table_ids = table_ids(layout, tables.config)
@@ -285,13 +285,10 @@ class DeltaCodec(KernelCodec):
         return [*anchors, reader.rest()]
 
     def _launch(
-        self, layer: int, parts: Sequence[CodedPart], out: Sequence[Tensor], start: int
+        self, layer: int, segments: Sequence[CodedSegment], out: Sequence[Tensor], start: int
     ) -> DecodeCheck:
         from hf_cachegen.codec import delta_triton as gpu
 
-        segments = [
-            gpu.CodedSegment(planes, tokens, first_token=first) for planes, tokens, first in parts
-        ]
         planes, batch = self._gpu_planes(layer, out[0].device), [tensor[None] for tensor in out]
         return gpu.launch_segments(planes, self.layout, self.specs(layer), segments, batch, start)
 
@@ -330,9 +327,6 @@ class DeltaCodec(KernelCodec):
         x = values[:, :, None].repeat(1, 1, group)
         x[:, :, 1:].addcmul_(q.view(len(q), n_groups, group - 1), bins[:, :, None])
         return x.flatten(1)[:, :tokens]
-
-    def _sinks(self, start: int, tokens: int) -> int:
-        return min(max(self.config.sinks - start, 0), tokens)
 
     def _on(self, layer: int, device: torch.device) -> tuple[DeltaTransform, Tensor]:
         rows = slice(self._offsets[layer], self._offsets[layer + 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank
+from hf_cachegen.codec.kernel_codec import CodedSegment
 from hf_cachegen.codec.planes import rows_per_stream
 from hf_cachegen.codec.rans_triton import (
     DecodeCheck,
@@ -61,25 +61,6 @@ class DeltaPlanes:
         tables = entry_tables([(bank, table_ids, n_rows) for bank in banks])
         mean, step, bins = (vector.to(device).contiguous() for vector in parameters)
         return cls(tables.to(device), mean, step, bins, group)
-
-
-class CodedSegment(NamedTuple):
-    """The coded tokens of a segment.
-
-    Attributes
-    ----------
-    planes
-        The anchors' plane, if there are anchors, and the differences'.
-    tokens
-        How many.
-    batch, first_token
-        Where they go in ``out[batch, :, first_token:]``.
-    """
-
-    planes: Sequence[bytes]
-    tokens: int
-    batch: int = 0
-    first_token: int = 0
 
 
 def launch_segments(

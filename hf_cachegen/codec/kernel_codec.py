@@ -12,9 +12,10 @@ from hf_cachegen.codec.base import PlacedSegment, SegmentCodec
 from hf_cachegen.codec.exact import read_tensors
 from hf_cachegen.codec.gpu import takes_kernels
 from hf_cachegen.codec.planes import ByteReader
+from hf_cachegen.layout import KVLayout
 
 
-class CodedPart(NamedTuple):
+class CodedSegment(NamedTuple):
     """The tokens of a segment that are not stored as they are.
 
     Attributes
@@ -23,22 +24,34 @@ class CodedPart(NamedTuple):
         What :meth:`KernelCodec._read_planes` returns.
     tokens
         How many.
-    first_token
-        Where they go in ``[:, first_token:]`` of the tensors.
+    batch, first_token
+        Where they go in ``out[batch, :, first_token:]``.
     """
 
     planes: Any
     tokens: int
-    first_token: int
+    batch: int = 0
+    first_token: int = 0
 
 
 class KernelCodec(SegmentCodec):
     """A codec with kernels for tensors on a GPU. Positions of evicted tokens they do not know.
 
     Segments begin with the sinks that they hold: values of the context's first tokens, as they are.
+
+    Parameters
+    ----------
+    layout, kept
+        As for :class:`~hf_cachegen.codec.base.SegmentCodec`.
+    n_sinks
+        How many of a context's first tokens are sinks.
     """
 
     name: str
+
+    def __init__(self, layout: KVLayout, n_sinks: int, kept: Tensor | None = None) -> None:
+        super().__init__(layout, kept)
+        self._n_sinks = n_sinks
 
     def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
         self.check_tensors(layer, out)
@@ -60,9 +73,9 @@ class KernelCodec(SegmentCodec):
         else:
             super().decode_many_into(layer, segments, out, start)
 
-    @abstractmethod
     def _sinks(self, start: int, tokens: int) -> int:
         """How many of some tokens are sinks."""
+        return min(max(self._n_sinks - start, 0), tokens)
 
     @abstractmethod
     def _decode_rest(
@@ -76,7 +89,7 @@ class KernelCodec(SegmentCodec):
 
     @abstractmethod
     def _launch(
-        self, layer: int, parts: Sequence[CodedPart], out: Sequence[Tensor], start: int
+        self, layer: int, segments: Sequence[CodedSegment], out: Sequence[Tensor], start: int
     ) -> Callable[[], None]:
         """Launch the decoding of segments on the current stream; returns the wait for its check."""
 
@@ -86,15 +99,15 @@ class KernelCodec(SegmentCodec):
     def _decode_on_gpu(
         self, layer: int, segments: Sequence[PlacedSegment], out: Sequence[Tensor], start: int
     ) -> None:
-        parts = []
+        coded = []
         for data, first, tokens in segments:
             places = [tensor[:, first : first + tokens] for tensor in out]
             reader, sinks = self._open(layer, data, places, start + first)
             if tokens > sinks:
                 planes = self._read_planes(reader, tokens - sinks)
-                parts.append(CodedPart(planes, tokens - sinks, first + sinks))
+                coded.append(CodedSegment(planes, tokens - sinks, first_token=first + sinks))
             reader.finish()
-        self._launch(layer, parts, out, start)()
+        self._launch(layer, coded, out, start)()
 
     def _open(
         self, layer: int, data: bytes, out: Sequence[Tensor], start: int

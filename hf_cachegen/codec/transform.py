@@ -67,7 +67,7 @@ from hf_cachegen.codec.entropy import (
 from hf_cachegen.codec.exact import tensor_bytes
 from hf_cachegen.codec.gpu import PerDevice
 from hf_cachegen.codec.importance import Importance, importance_features
-from hf_cachegen.codec.kernel_codec import CodedPart, KernelCodec
+from hf_cachegen.codec.kernel_codec import CodedSegment, KernelCodec
 from hf_cachegen.codec.planes import ByteReader, rows_per_stream
 from hf_cachegen.codec.scale_classes import UNIFORM, classify, n_coded
 from hf_cachegen.codec.transform_matrices import (
@@ -123,7 +123,7 @@ class TransformCodec(KernelCodec):
         importance: Importance | None = None,
         kept: Tensor | None = None,
     ) -> None:
-        super().__init__(layout, kept)
+        super().__init__(layout, tables.config.sinks, kept)
         self.config = tables.config
         self.level = level
         self.importance = importance or Importance()
@@ -164,9 +164,6 @@ class TransformCodec(KernelCodec):
             yield CodedPlane(
                 classes, low_bits, q[below:] >> low_bits[below:, None], _thirds(q[:below])
             )
-
-    def _sinks(self, start: int, tokens: int) -> int:
-        return min(max(self.config.sinks - start, 0), tokens)
 
     def _widths(self, layer: int) -> list[int]:
         """Channels of each layer of a group."""
@@ -321,13 +318,10 @@ class TransformCodec(KernelCodec):
         return q
 
     def _launch(
-        self, layer: int, parts: Sequence[CodedPart], out: Sequence[Tensor], start: int
+        self, layer: int, segments: Sequence[CodedSegment], out: Sequence[Tensor], start: int
     ) -> DecodeCheck:
         from hf_cachegen.codec import transform_triton as gpu
 
-        segments = [
-            gpu.CodedSegment(planes, tokens, first_token=first) for planes, tokens, first in parts
-        ]
         group, batch = self._gpu_group(layer, out[0].device), [tensor[None] for tensor in out]
         return gpu.launch_segments(group, self.layout, self.specs(layer), segments, batch, start)
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_cachegen.codec.delta_triton import rotary_of
+from hf_cachegen.codec.kernel_codec import CodedSegment
 from hf_cachegen.codec.planes import rows_per_stream
 from hf_cachegen.codec.rans_triton import (
     DecodeCheck,
@@ -128,25 +129,6 @@ class TransformGroup:
             synthesis,
             {exponent: tables.config.scale(level, exponent) for exponent in exponents},
         )
-
-
-class CodedSegment(NamedTuple):
-    """The coded tokens of a segment.
-
-    Attributes
-    ----------
-    planes
-        Every token is in one of them.
-    tokens
-        How many.
-    batch, first_token
-        Where they go in ``out[batch, :, first_token:]``.
-    """
-
-    planes: Sequence[CodedTokens]
-    tokens: int
-    batch: int = 0
-    first_token: int = 0
 
 
 def launch_segments(
