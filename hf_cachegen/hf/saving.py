@@ -165,14 +165,14 @@ def save_cache(
             "expected positions only with a cache of transformers' own from which tokens were "
             f"evicted, got {'none' if cache is None else type(cache).__name__}"
         )
+    hub_options, named = {"token": token, "endpoint": endpoint}, None
     if cache is None:
         # What is wrong with these should not cost the pass over the context.
         if importance is not None:
             _weighting(importance, len(ids))
         if levels is not None and tables != "auto":
-            options = {"token": token, "endpoint": endpoint}
-            known = None if tables is None else load_table(tables, **options)[0]
-            select_levels(available_levels(known), levels)
+            named = None if tables is None else load_table(tables, **hub_options)
+            select_levels(available_levels(named[0] if named else None), levels)
         cache = prefill(model, ids, piece_tokens=prefill_tokens, progress=progress)
     if not knows_length(cache):
         raise UnsupportedError(
@@ -196,8 +196,7 @@ def save_cache(
         table, reference = origin.table, origin.manifest.identity.table
         chosen = origin.manifest.levels
     else:
-        hub_options = {"token": token, "endpoint": endpoint}
-        table, location = _resolve_table(tables, model, layout, layers, kept, hub_options)
+        table, location = _resolve_table(tables, named, model, layout, layers, kept, hub_options)
         available = available_levels(table)
         chosen = default_levels(table) if levels is None else select_levels(available, levels)
         reference = refer(table, location, chosen)
@@ -446,18 +445,19 @@ def one_sequence(token_ids: Tensor | Sequence[int]) -> Tensor:
 
 def _resolve_table(
     tables: Tables,
+    named: tuple[ModelTable, str] | None,
     model: PreTrainedModel,
     layout: KVLayout,
     layers: Sequence[CachedLayer],
     kept: NDArray[np.bool_] | None,
     hub_options: dict[str, Any],
 ) -> tuple[ModelTable | None, str]:
-    """The table, and its Hub repository or "embedded"."""
+    """The table, and its Hub repository or "embedded"; ``named`` if it has been read already."""
     if tables is None or not layers:
         return None, EMBEDDED
     if tables == "auto":
         return profile_cache(model, layout, layers, kept_positions(kept)), EMBEDDED
-    table, location = load_table(tables, **hub_options)
+    table, location = named or load_table(tables, **hub_options)
     table.check_layout(layout)
     return table, location
 
