@@ -67,12 +67,18 @@ class LayeredPolicy(Policy):
         if estimate is None:
             return None
         slower = replace(estimate, log_mean=estimate.log_mean - CAUTION * estimate.log_spread)
-        # Where nothing is sure to fit, what probably does is worth a try.
-        plan = self._plan(state, slower, stop_s) or self._plan(state, estimate, stop_s)
+        for rates in (
+            slower,
+            estimate,
+        ):  # what is not sure to fit, but probably does, is worth a try
+            budget = _Budget.until(stop_s, state, rates)
+            plan = self._plan(state, budget)
+            if plan:
+                break
         recompute = self._recompute(state, plan, stop_s)
         if recompute is not None or not plan:
             return recompute
-        best = max(plan, key=lambda option: _worth(option.gain, option.transfer_s, option.decode_s))
+        best = max([*plan, *self._stopovers(state, plan, budget)], key=_Option.worth)
         return Refinement(best.chunk, best.level, best.size_bytes, stop_s)
 
     def _text_is_free(self, state: StreamState, deadline_s: float) -> bool:
@@ -83,13 +89,15 @@ class LayeredPolicy(Policy):
         lossy = [level for level, loss in enumerate(self.losses) if loss > 0]
         if not state.recompute_s or not lossy or any(held != TEXT for held in state.chosen):
             return False
-        costliest_s = max(state.remaining_decode_s(level, skip=1) for level in lossy)
-        if costliest_s == 0 and len(state.sizes_bytes) > state.next_chunk + 1:
+        others_s = max(state.remaining_decode_s(level, skip=1) for level in lossy)
+        if self.nested:  # bases are small, sure to be refined, and then decoded once more
+            others_s += state.remaining_decode_s(state.smallest_level(), skip=1)
+        if others_s == 0 and len(state.sizes_bytes) > state.next_chunk + 1:
             return False  # how long they take is not known yet
-        work_s = state.recompute_s[state.next_chunk] + costliest_s
+        work_s = state.recompute_s[state.next_chunk] + others_s
         return state.compute_begin_s() + work_s <= deadline_s
 
-    def _plan(self, state: StreamState, estimate: RateEstimate, stop_s: float) -> list[_Option]:
+    def _plan(self, state: StreamState, budget: _Budget) -> list[_Option]:
         """What to refine each chunk to, last chunk first; all of it is expected in time.
 
         A knapsack filled greedily: what is worth most per second of the busier of link and
@@ -101,13 +109,11 @@ class LayeredPolicy(Policy):
         next best. (Where a finer level decodes faster, a step gives time back: it is used by the
         chunks that are still in the heap.)
         """
-        link_s = stop_s - state.elapsed_s
-        compute_s = stop_s + state.tail_decode_s - state.compute_begin_s()
-        per_byte_s = estimate.median_s(1)
+        link_s, compute_s = budget.link_s, budget.compute_s
         firsts = (
             _best_step(
                 _Option(chunk, held, 0, 0.0, 0.0, 0.0),
-                self._options(state, chunk, per_byte_s),
+                self._options(state, chunk, budget.per_byte_s),
                 link_s,
                 compute_s,
             )
@@ -130,18 +136,45 @@ class LayeredPolicy(Policy):
                 heapq.heappop(heap)
         return [taken[chunk] for chunk in sorted(taken, reverse=True)]
 
+    def _stopovers(
+        self, state: StreamState, plan: Sequence[_Option], budget: _Budget
+    ) -> list[_Option]:
+        """Coarser levels on the way to those of a plan, as far as there is time for them beside it.
+
+        The processor decodes a chunk once more for it, in a time that has to be known. The link carries no more bytes where
+        levels nest, and should it fail, every chunk has something instead of some everything.
+        """
+        link_s = budget.link_s - sum(option.transfer_s for option in plan)
+        compute_s = budget.compute_s - sum(option.decode_s for option in plan)
+        stopovers = []
+        for planned in plan:
+            for option in self._options(state, planned.chunk, budget.per_byte_s):
+                if option.level < planned.level and 0 < option.decode_s <= compute_s:
+                    onwards = self._refining_bytes(
+                        state, planned.chunk, option.level, planned.level
+                    )
+                    more_bytes = option.size_bytes + onwards - planned.size_bytes
+                    if not more_bytes or more_bytes * budget.per_byte_s <= link_s:
+                        stopovers.append(option)
+        return stopovers
+
     def _options(self, state: StreamState, chunk: int, per_byte_s: float) -> list[_Option]:
         """The finer levels of a chunk that lose less than the one it has."""
-        held, sizes = state.chosen[chunk], state.sizes_bytes[chunk]
+        held = state.chosen[chunk]
         options = []
         for level in range(held + 1, len(self.losses)):
-            size = max(sizes[level] - (sizes[held] if level < self.nested else 0), 0)
+            size = self._refining_bytes(state, chunk, held, level)
             # A chunk counts as much as it has tokens, of which its size is a measure.
-            gain = sizes[0] * (self.losses[held] - self.losses[level])
+            gain = state.sizes_bytes[chunk][0] * (self.losses[held] - self.losses[level])
             decode_s = state.decode_s[chunk][level] if state.decode_s else 0.0
             if gain > 0:
                 options.append(_Option(chunk, level, size, gain, size * per_byte_s, decode_s))
         return options
+
+    def _refining_bytes(self, state: StreamState, chunk: int, held: int, level: int) -> int:
+        """What has to be fetched of a level by who holds another one."""
+        sizes = state.sizes_bytes[chunk]
+        return max(sizes[level] - (sizes[held] if level < self.nested else 0), 0)
 
     def _recompute(
         self, state: StreamState, plan: Sequence[_Option], stop_s: float
@@ -160,6 +193,23 @@ class LayeredPolicy(Policy):
         return Refinement(lossy[0], TEXT, 0, stop_s)
 
 
+class _Budget(NamedTuple):
+    """Seconds that the link and the processor have left, and those that a byte takes."""
+
+    link_s: float
+    compute_s: float
+    per_byte_s: float
+
+    @classmethod
+    def until(cls, stop_s: float, state: StreamState, estimate: RateEstimate) -> _Budget:
+        """What is left until the last byte may come, after which it is still decoded."""
+        return cls(
+            link_s=stop_s - state.elapsed_s,
+            compute_s=stop_s + state.tail_decode_s - state.compute_begin_s(),
+            per_byte_s=estimate.median_s(1),
+        )
+
+
 class _Option(NamedTuple):
     """A refinement: the loss it avoids, and the seconds it takes of the link and the processor."""
 
@@ -169,6 +219,10 @@ class _Option(NamedTuple):
     gain: float
     transfer_s: float
     decode_s: float
+
+    def worth(self) -> float:
+        """Loss avoided per second of the busier of link and processor."""
+        return _worth(self.gain, self.transfer_s, self.decode_s)
 
 
 class _Step(NamedTuple):

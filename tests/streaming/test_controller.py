@@ -297,7 +297,7 @@ def test_processor_bounds_what_is_refined():
 
 def test_layered_recomputes_what_costs_no_decoding():
     """From the start, before the link is known: the processor has nothing else to do."""
-    policy = LayeredPolicy(1.0, LOSSES, nested=4)
+    policy = LayeredPolicy(1.0, LOSSES)
     known = state(decode_s=[(0.05, 0.1, 0.1, 0.1)] * 4, recompute_s=[0.4] * 4)
     assert policy.choose(known) == TEXT
     # One more would leave 0.2 s for two chunks, which is enough; a third has no time at all.
@@ -310,6 +310,35 @@ def test_layered_recomputes_what_costs_no_decoding():
     # Nothing is known of the time to decode, or it would not suffice.
     assert policy.choose(dataclasses.replace(known, decode_s=[(0.0,) * 4] * 4)) == 0
     assert policy.choose(dataclasses.replace(known, decode_s=[(0.05, 0.1, 0.1, 0.3)] * 4)) == 0
+
+
+def test_what_nests_is_decoded_as_a_base_and_once_more():
+    policy = LayeredPolicy(1.0, LOSSES, nested=4)
+    known = state(decode_s=[(0.05, 0.1, 0.1, 0.1)] * 4, recompute_s=[0.4] * 4)
+    assert policy.choose(known) == TEXT  # 0.4 s, and three times 0.15 s
+    assert policy.choose(dataclasses.replace(known, compute_free_s=0.16)) == 0
+
+
+def test_on_the_way_to_the_finest_level_every_chunk_is_refined_a_little():
+    """Should the link fail then, all of them are better than their base."""
+    policy = LayeredPolicy(1.0, LOSSES, nested=4)
+    known = state(
+        chosen=(0,) * 4, throughputs_bytes_per_s=[1e9] * 8, decode_s=[(0.02, 0.02, 0.02, 0.02)] * 4
+    )
+    taken = []
+    while refinement := policy.refine(known):
+        chosen = list(known.chosen)
+        chosen[refinement.chunk] = refinement.level
+        taken.append((refinement.chunk, refinement.level))
+        elapsed_s = known.elapsed_s + refinement.size_bytes / 1e9
+        known = dataclasses.replace(
+            known,
+            chosen=chosen,
+            elapsed_s=elapsed_s,
+            compute_free_s=max(known.compute_free_s, elapsed_s) + 0.02,
+        )
+    assert taken[:4] == [(chunk, 1) for chunk in (3, 2, 1, 0)]
+    assert sorted(taken[-4:]) == [(chunk, 3) for chunk in range(4)]
 
 
 def test_refining_is_worth_more_for_more_tokens():

@@ -50,13 +50,27 @@ def tried_one_by_one(
 ) -> tuple[int, int] | None:
     """The refinement of the greedy plan, for which every step is tried again after each."""
 
+    def bytes_between(chunk: int, held: int, level: int) -> int:
+        sizes = state.sizes_bytes[chunk]
+        return sizes[level] - (sizes[held] if level < nested else 0)
+
     def costs(chunk: int, level: int) -> tuple[float, float, float]:
-        held, sizes = state.chosen[chunk], state.sizes_bytes[chunk]
+        held = state.chosen[chunk]
         if level == held:
             return 0.0, 0.0, 0.0
-        size = sizes[level] - (sizes[held] if level < nested else 0)
-        gain = sizes[0] * (LOSSES[held] - LOSSES[level])
-        return gain, size * byte_s, state.decode_s[chunk][level]
+        gain = state.sizes_bytes[chunk][0] * (LOSSES[held] - LOSSES[level])
+        return gain, bytes_between(chunk, held, level) * byte_s, state.decode_s[chunk][level]
+
+    def is_on_the_way(chunk: int, level: int) -> bool:
+        """Whether there is time for a level beside all that is planned."""
+        more = (
+            bytes_between(chunk, level, plan[chunk])
+            + bytes_between(chunk, state.chosen[chunk], level)
+            - bytes_between(chunk, state.chosen[chunk], plan[chunk])
+        )
+        return 0 < state.decode_s[chunk][level] <= compute_s and (
+            more == 0 or more * byte_s <= link_s
+        )
 
     def worth(gain: float, link_s: float, compute_s: float) -> float:
         return gain / max(link_s, compute_s, INSTANT_S)
@@ -79,7 +93,13 @@ def tried_one_by_one(
     refined = [
         (chunk, plan[chunk]) for chunk in reversed(plan) if plan[chunk] > state.chosen[chunk]
     ]
-    return max(refined, key=lambda found: worth(*costs(*found)), default=None)
+    on_the_way = [
+        (chunk, level)
+        for chunk, final in refined
+        for level in range(state.chosen[chunk] + 1, final)
+        if is_on_the_way(chunk, level)
+    ]
+    return max(refined + on_the_way, key=lambda found: worth(*costs(*found)), default=None)
 
 
 @given(streams_with_bases(), st.floats(0.1, 5), st.integers(0, N_LEVELS))
