@@ -31,6 +31,9 @@ PROB_BITS = 12
 RANS_LANES = 32
 """Interleaved rANS states per stream: one GPU warp."""
 
+RANS_STATE_WORDS = 2 * RANS_LANES
+"""The states at the head of a stream, in 16-bit words."""
+
 RANS_LOW = 1 << 16
 """Lower bound of a rANS state: states live in [2^16, 2^32), renormalised 16 bits at a time."""
 

@@ -24,7 +24,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_cachegen.triton_kernels import delta, pairs, rans, transform
+from hf_cachegen.triton_kernels import delta, pairs, rans, streams, transform
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -189,7 +189,7 @@ def _rans_configurations() -> Iterator[Configuration]:
         }
         yield Configuration(rans.rans_decode_kernel, _name(dtype), types, {}, rans.OPTIONS)
     names = {"counts": "*i32", "ends": "*i64", "escapes": "*i32", "n_escapes": "i32"}
-    for dtype in (torch.int16, torch.int32):
+    for dtype in streams.INTEGER_DTYPES:
         yield Configuration(
             rans.fill_escapes_kernel,
             _name(dtype),
@@ -211,7 +211,7 @@ def _rans_configurations() -> Iterator[Configuration]:
 
 def _delta_configurations() -> Iterator[Configuration]:
     floats = dict.fromkeys(("mean", "anchor_step", "bins"), "*fp32")
-    for source, anchors in product(delta.IN_DTYPES, (True, False)):
+    for source, anchors in product(streams.INTEGER_DTYPES, (True, False)):
         given = {"integers": _pointer(source), "segments": "*i64", **floats}
         for pairs_given in _pair_configurations():
             yield _tile_configuration(
@@ -224,9 +224,8 @@ def _delta_configurations() -> Iterator[Configuration]:
 
 
 def _transform_configurations() -> Iterator[Configuration]:
-    tile = transform.join_options()
-    options, constants = _split_options(tile)
-    for source in transform.IN_DTYPES:
+    options, constants = _split_options(transform.join_options())
+    for source in streams.INTEGER_DTYPES:
         types = {
             "integers": _pointer(source),
             "planes": "*i64",
@@ -269,8 +268,8 @@ def _tile_configuration(
     kernel: Any, label: str, types: dict[str, str], constants: dict[str, Any], written: _Pairs
 ) -> Configuration:
     """Of a kernel that ends with :func:`~hf_cachegen.triton_kernels.pairs.store_pairs`."""
-    options, tile = _split_options(pairs.tile_options())
-    constants = {**constants, **tile, "INTERLEAVED": written.interleaved}
+    options, tile = _split_options(pairs.tile_options(interleaved=written.interleaved))
+    constants = {**constants, **tile}
     if written.unit_stride:
         constants["stride_d"] = 1
     types = {**types, "cos": "*fp32", "sin": "*fp32", "out": _pointer(written.target)}

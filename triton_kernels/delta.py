@@ -20,48 +20,39 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_cachegen.triton_kernels.pairs import (
-    FAR,
     INT32_END,
+    PLACE_FIELDS,
     PairArguments,
+    Place,
     Rotary,
     check_cache,
-    described,
-    fit_cache,
+    check_channels,
+    check_segments,
+    open_place,
     pair_channels,
     store_pairs,
     tile_options,
 )
-from hf_cachegen.triton_kernels.streams import device_of, to_device
+from hf_cachegen.triton_kernels.streams import check_integers, device_of, to_device
 
-SEGMENT_FIELDS = 6
-
-IN_DTYPES = (torch.int16, torch.int32)
-
-_SEGMENT_FIELDS = tl.constexpr(SEGMENT_FIELDS)
+_SEGMENT_FIELDS = tl.constexpr(2 + PLACE_FIELDS)
 
 
 class DeltaSegment(NamedTuple):
-    """One chunk of the layer.
+    """One chunk of a layer.
 
     Attributes
     ----------
     anchors, differences
-        Where its planes ``[C, ceil(T / group)]`` and ``[C, rest]`` begin in the integers, C over
-        all tensors of the layer. Without anchors the first is not used.
-    tokens
-        T.
-    batch, first_token
-        Where its values go in ``out[batch, :, first_token:]``.
-    position
-        Column of the rotary tables that its first token takes.
+        Where its planes ``[C, ceil(T / group)]`` and ``[C, rest]`` begin in the integers, T being
+        its tokens and C over all tensors of the layer. Without anchors the first is not used.
+    place
+        Where its values go.
     """
 
     anchors: int
     differences: int
-    tokens: int
-    batch: int = 0
-    first_token: int = 0
-    position: int = 0
+    place: Place
 
 
 class DeltaChannels(NamedTuple):
@@ -114,11 +105,11 @@ def reconstruct(
     """
     if not segments or out.numel() == 0:
         return
-    lines = torch.tensor([tuple(segment) for segment in segments], dtype=torch.int64)
-    if integers.ndim != 1 or integers.dtype not in IN_DTYPES or not integers.is_contiguous():
-        raise ValueError(f"expected contiguous integers [n], got {described(integers)}")
+    lines = torch.tensor([(*s[:-1], *s.place) for s in segments], dtype=torch.int64)
+    check_integers(integers, out.device)
     check_cache(out, rotary, channels[:3])
-    _check_segments(lines, integers, channels, group, rotary, out)
+    check_channels(channels.first, len(channels.mean), channels.total)
+    _check_group(lines, integers, channels.total, group, rotary, out)
     pairs = PairArguments.of(rotary, out, channels.mean)
     with device_of(out):
         delta_kernel[pairs.grid(int(lines[:, 2].max()), len(segments))](
@@ -132,41 +123,25 @@ def reconstruct(
             channels.total,
             group,
             HAS_ANCHORS=group > 0,
-            INTERLEAVED=rotary is not None and rotary.interleaved,
-            **tile_options(),
+            **tile_options(interleaved=rotary is not None and rotary.interleaved),
         )
 
 
-def _check_segments(
-    lines: Tensor,
-    integers: Tensor,
-    channels: DeltaChannels,
-    group: int,
-    rotary: Rotary | None,
-    out: Tensor,
+def _check_group(
+    lines: Tensor, integers: Tensor, total: int, group: int, rotary: Rotary | None, out: Tensor
 ) -> None:
-    if integers.device != out.device:
-        raise ValueError(f"expected all tensors on {out.device}")
-    if channels.first < 0 or channels.first + len(channels.mean) > channels.total:
-        raise ValueError(
-            f"expected {len(channels.mean)} channels of {channels.total} from {channels.first} on"
-        )
-    anchors, differences, tokens, batch, first_token, position = lines.unbind(1)
+    """Raise ValueError unless segments in groups of ``group`` lie inside."""
+    if group < 0:
+        raise ValueError(f"expected a group of 0 or more tokens, got {group}")
+    anchors, differences, tokens = lines[:, :3].unbind(1)
     n_groups = -(-tokens // group) if group else torch.zeros_like(tokens)
-    # Bounded first, so that no product below wraps round.
     inside = (
-        ((lines >= 0) & (lines < FAR)).all()
-        & (tokens * channels.total < INT32_END).all()
-        & (anchors + n_groups * channels.total <= len(integers)).all()
-        & (differences + (tokens - n_groups) * channels.total <= len(integers)).all()
-        & fit_cache(tokens, batch, first_token, position, rotary, out)
+        (tokens * total < INT32_END).all()
+        & (anchors + n_groups * total <= len(integers)).all()
+        & (differences + (tokens - n_groups) * total <= len(integers)).all()
     )
-    if group < 0 or not inside:
-        raise ValueError(
-            f"expected segments inside {len(integers)} integers, out {list(out.shape)} and "
-            f"{FAR if rotary is None else len(rotary.cos)} positions, got {lines.tolist()} in "
-            f"groups of {group}"
-        )
+    source = f"{len(integers)} integers in groups of {group}"
+    check_segments(lines, inside, source, rotary, out)
 
 
 @triton.jit
@@ -233,10 +208,7 @@ def delta_kernel(
     head = tl.program_id(2) % heads
     fields = segments + tl.program_id(2) // heads * _SEGMENT_FIELDS
     anchors, differences = integers + tl.load(fields), integers + tl.load(fields + 1)
-    tokens = tl.load(fields + 2).to(tl.int32)
-    out += tl.load(fields + 3) * stride_b + tl.load(fields + 4) * stride_t
-    out += head.to(tl.int64) * stride_h
-    turn = tl.load(fields + 5) * n_rotated
+    tokens, out, turn = open_place(fields + 2, head, out, stride_b, stride_h, stride_t, n_rotated)
     n_groups = 0
     if HAS_ANCHORS:
         n_groups = tl.cdiv(tokens, group)

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_cachegen.triton_kernels.streams import described
+
 BLOCK_PAIRS = 32
 BLOCK_TOKENS = 32
 WARPS = 8
@@ -31,7 +33,29 @@ INT32_END = 1 << 31
 FAR = 1 << 48
 """No offset is larger, so that no product of one with a 16-bit number wraps round."""
 
+PLACE_FIELDS = 4
+"""Numbers of a :class:`Place`."""
+
 _MAX_GRID = 65_535
+
+
+class Place(NamedTuple):
+    """Where the values of a segment go.
+
+    Attributes
+    ----------
+    tokens
+        How many it has.
+    batch, first_token
+        They go to ``out[batch, :, first_token : first_token + tokens]``.
+    position
+        Row of the rotary tables that the first one takes.
+    """
+
+    tokens: int
+    batch: int = 0
+    first_token: int = 0
+    position: int = 0
 
 
 class Rotary(NamedTuple):
@@ -77,10 +101,22 @@ class PairArguments(NamedTuple):
         Any float32 tensor does as ``unread``: it stands for the tables where there is no rotation.
         """
         _, heads, _, dim = out.shape
+        stride_b, stride_h, stride_t, stride_d = out.stride()
         n_rotated = 0 if rotary is None else rotary.cos.shape[1]
         cos, sin = (unread, unread) if rotary is None else rotary[:2]
+        n_rest = (dim - 2 * n_rotated + 1) // 2
         return cls(
-            cos, sin, out, *out.stride(), heads, dim, n_rotated, (dim - 2 * n_rotated + 1) // 2
+            cos,
+            sin,
+            out,
+            stride_b,
+            stride_h,
+            stride_t,
+            stride_d,
+            heads,
+            dim,
+            n_rotated,
+            n_rest,
         )
 
     def grid(self, tokens: int, segments: int) -> tuple[int, int, int]:
@@ -94,9 +130,10 @@ class PairArguments(NamedTuple):
         return grid
 
 
-def tile_options() -> dict[str, Any]:
-    """The one configuration that is compiled, for every GPU."""
+def tile_options(*, interleaved: bool) -> dict[str, Any]:
+    """The one configuration that is compiled for a pairing, for every GPU."""
     return {
+        "INTERLEAVED": interleaved,
         "BLOCK_P": BLOCK_PAIRS,
         "BLOCK_T": BLOCK_TOKENS,
         "num_warps": WARPS,
@@ -141,26 +178,52 @@ def check_cache(out: Tensor, rotary: Rotary | None, vectors: Sequence[Tensor]) -
         raise ValueError(f"expected all tensors on {out.device}")
 
 
-def fit_cache(
-    tokens: Tensor,
-    batch: Tensor,
-    first_token: Tensor,
-    position: Tensor,
-    rotary: Rotary | None,
-    out: Tensor,
-) -> Tensor:
-    """Whether segments, int64 [n] each, lie inside ``out`` and the rotary tables: bool []."""
+def check_channels(first: int, n: int, total: int) -> None:
+    """Raise ValueError unless ``n`` channels from ``first`` on are among ``total``."""
+    if first < 0 or first + n > total:
+        raise ValueError(f"expected {n} channels of {total} from {first} on")
+
+
+def check_segments(
+    lines: Tensor, inside: Tensor, source: str, rotary: Rotary | None, out: Tensor
+) -> None:
+    """Raise ValueError unless segments lie inside all that a kernel reads and writes.
+
+    Parameters
+    ----------
+    lines
+        int64 [n, fields]: where each is in what is read, then its :class:`Place`.
+    inside
+        Bool []: whether all of them lie inside what is read, which may have wrapped round where a
+        number is negative or :data:`FAR`.
+    source
+        What is read, for the message.
+    rotary, out
+        As for :func:`check_cache`.
+    """
+    tokens, batch, first_token, position = lines[:, -PLACE_FIELDS:].unbind(1)
     positions = FAR if rotary is None else len(rotary.cos)
-    return (
-        (batch < out.shape[0]).all()
+    fit = (
+        ((lines >= 0) & (lines < FAR)).all()
+        & inside
+        & (batch < out.shape[0]).all()
         & (first_token + tokens <= out.shape[2]).all()
         & (position + tokens <= positions).all()
     )
+    if not fit:
+        raise ValueError(
+            f"expected segments inside {source}, out {list(out.shape)} and {positions} positions, "
+            f"got {lines.tolist()}"
+        )
 
 
-def described(*tensors: Tensor) -> str:
-    """Dtypes and shapes, for a message."""
-    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+@triton.jit
+def open_place(place, head, out, stride_b, stride_h, stride_t, n_rotated):
+    """A segment's tokens, where its head begins in ``out``, and how far into the rotary tables."""
+    tokens = tl.load(place).to(tl.int32)
+    out += tl.load(place + 1) * stride_b + tl.load(place + 2) * stride_t
+    out += head.to(tl.int64) * stride_h
+    return tokens, out, tl.load(place + 3) * n_rotated
 
 
 @triton.jit

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_cachegen.config import PROB_BITS, RANS_LANES, RANS_LOW
+from hf_cachegen.config import PROB_BITS, RANS_LANES, RANS_LOW, RANS_STATE_WORDS
 from hf_cachegen.triton_kernels.streams import (
-    STATE_WORDS,
+    INTEGER_DTYPES,
     STREAM_FIELDS,
     TABLE_FIELDS,
     CodedPlanes,
@@ -41,7 +41,7 @@ ESCAPE_BLOCK = 128
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 """One warp a stream. There are no floats to fuse, but Triton wants to be told."""
 
-OUT_DTYPES = (torch.uint8, torch.int16, torch.int32)
+OUT_DTYPES = (torch.uint8, *INTEGER_DTYPES)
 
 _LANES = tl.constexpr(RANS_LANES)
 _LOW = tl.constexpr(RANS_LOW)
@@ -50,7 +50,7 @@ _LIMIT_BITS = tl.constexpr(32 - PROB_BITS)
 _SLOT_MASK = tl.constexpr((1 << PROB_BITS) - 1)
 _STREAM_FIELDS = tl.constexpr(STREAM_FIELDS)
 _TABLE_FIELDS = tl.constexpr(TABLE_FIELDS)
-_STATE_WORDS = tl.constexpr(STATE_WORDS)
+_STATE_WORDS = tl.constexpr(RANS_STATE_WORDS)
 
 
 class DecodeFlags(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the rANS kernels read: tables and streams, laid out and checked on the host."""
+"""What the rANS kernels read and write: tables, streams and integers, checked on the host."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from hf_cachegen.config import MAX_ALPHABET, PROB_BITS, RANS_LANES
+from hf_cachegen.config import MAX_ALPHABET, PROB_BITS, RANS_STATE_WORDS
 from hf_cachegen.errors import BackendUnavailable, FormatError
-
-STATE_WORDS = 2 * RANS_LANES
-"""The states at the head of a stream, in 16-bit words."""
 
 DEPTHS = (2, 4, 6, 8)
 """Depths of the search for a symbol: in alphabets of up to 4, 16, 64 and 256."""
@@ -28,7 +25,10 @@ BEHIND_ALL_SLOTS = 0xFFFF
 """Entry of no symbol, which fills a table up: of frequency 0, from a slot on that there is not."""
 
 STREAM_FIELDS = 7
-"""Columns of :func:`stream_table`."""
+"""Columns of :meth:`PlaneShapes.stream_table`."""
+
+INTEGER_DTYPES = (torch.int16, torch.int32)
+"""Of decoded integers."""
 
 _INT32_MAX = 2**31 - 1
 
@@ -110,8 +110,10 @@ class EntryTables:
 
     def to(self, device: torch.device) -> EntryTables:
         """A copy on a device."""
-        moved = (to_device(t, device) for t in (self.entries, self.tables, self.rows))
-        return EntryTables(*moved, self.fits_int16)
+        entries, tables, rows = (
+            to_device(tensor, device) for tensor in (self.entries, self.tables, self.rows)
+        )
+        return EntryTables(entries, tables, rows, self.fits_int16)
 
 
 class PlaneShape(NamedTuple):
@@ -231,7 +233,7 @@ class CodedPlanes:
     def check(self) -> None:
         """Raise FormatError unless every stream lies inside ``words`` and has valid states."""
         begin, end = self.bounds.unbind(1)
-        sizes = end - begin - STATE_WORDS
+        sizes = end - begin - RANS_STATE_WORDS
         n_streams = int(self.shapes.n_streams.sum())
         if (
             len(self.bounds) != n_streams
@@ -242,7 +244,7 @@ class CodedPlanes:
                 "found bounds that are not; fetch the data again"
             )
         # A state is 2^16 or more if its upper word is not 0.
-        upper = begin[:, None] + torch.arange(1, STATE_WORDS, 2)
+        upper = begin[:, None] + torch.arange(1, RANS_STATE_WORDS, 2)
         low = (self.words.view(torch.int16)[upper] == 0).any(dim=1)
         if low.any():
             raise FormatError(
@@ -265,6 +267,19 @@ def fit_int16(integers: Tensor) -> bool:
     """Whether all integers of a tensor on the CPU fit int16."""
     limits = torch.iinfo(torch.int16)
     return bool(((integers >= limits.min) & (integers <= limits.max)).all())
+
+
+def check_integers(integers: Tensor, device: torch.device) -> None:
+    """Raise ValueError unless ``integers`` are int16 or int32 [n], contiguous, on ``device``."""
+    if integers.ndim != 1 or integers.dtype not in INTEGER_DTYPES or not integers.is_contiguous():
+        raise ValueError(f"expected contiguous integers [n], got {described(integers)}")
+    if integers.device != device:
+        raise ValueError(f"expected integers on {device}, got them on {integers.device}")
+
+
+def described(*tensors: Tensor) -> str:
+    """Dtypes and shapes, for a message."""
+    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -23,29 +23,36 @@ from torch import Tensor
 from hf_cachegen.triton_kernels.pairs import (
     FAR,
     INT32_END,
+    PLACE_FIELDS,
     PairArguments,
+    Place,
     Rotary,
     check_cache,
-    described,
-    fit_cache,
+    check_channels,
+    check_segments,
+    open_place,
     pair_channels,
     store_pairs,
     tile_options,
 )
-from hf_cachegen.triton_kernels.streams import counted, device_of, to_device
+from hf_cachegen.triton_kernels.streams import (
+    check_integers,
+    counted,
+    described,
+    device_of,
+    to_device,
+)
 
 COEFFICIENT_SCALE = 2.0**-14
 """Of a coefficient in the product: 1 becomes the smallest normal float16."""
 
-MIXED_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads() and (
-    torch.version.hip is None or torch.__version__ >= (2, 10)
+MIXED_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype_out") and (
+    torch.version.hip is None or torch.__version__ >= "2.10"
 )
 """Whether torch multiplies float16 to float32: from 2.8 on, on HIP from 2.10 on."""
 
 LARGEST_COEFFICIENT = 65_504.0
 """The largest float16. Only a coefficient beyond the codec's largest is cut off."""
-
-IN_DTYPES = (torch.int16, torch.int32)
 
 BLOCK_ROWS = 64
 BLOCK_TOKENS = 32
@@ -54,14 +61,12 @@ WARPS = 8
 
 PLANE_FIELDS = 6
 LEVEL_FIELDS = 3
-SEGMENT_FIELDS = 5
-"""Numbers of a :class:`CoefficientPlane`, without its levels, a :class:`LevelPlanes` and a
-:class:`TransformSegment`."""
+"""Numbers of a :class:`CoefficientPlane`, without its levels, and of a :class:`LevelPlanes`."""
 
 _MAX_ROWS = BLOCK_ROWS * 65_535
 _PLANE_FIELDS = tl.constexpr(PLANE_FIELDS)
 _LEVEL_FIELDS = tl.constexpr(LEVEL_FIELDS)
-_SEGMENT_FIELDS = tl.constexpr(SEGMENT_FIELDS)
+_SEGMENT_FIELDS = tl.constexpr(1 + PLACE_FIELDS)
 _COEFFICIENT_SCALE = tl.constexpr(COEFFICIENT_SCALE)
 _LARGEST = tl.constexpr(LARGEST_COEFFICIENT)
 
@@ -120,19 +125,12 @@ class TransformSegment(NamedTuple):
     ----------
     token
         Its first one in ``rows`` and ``scales``.
-    tokens
-        How many.
-    batch, first_token
-        Where its values go in ``out[batch, :, first_token:]``.
-    position
-        Row of the rotary tables that its first token takes.
+    place
+        Where its values go.
     """
 
     token: int
-    tokens: int
-    batch: int = 0
-    first_token: int = 0
-    position: int = 0
+    place: Place
 
 
 class TransformProduct(NamedTuple):
@@ -257,9 +255,13 @@ def store(
     """
     if not segments or out.numel() == 0:
         return
-    lines = torch.tensor(segments, dtype=torch.int64)
+    lines = torch.tensor([(s.token, *s.place) for s in segments], dtype=torch.int64)
+    _check_product(product, out.device)
     check_cache(out, rotary, channels[:2])
-    _check_store(lines, product, channels, rotary, out)
+    check_channels(channels.first, len(channels.mean), product.values.shape[1])
+    n_tokens = len(product.rows)
+    inside = (lines[:, 0] + lines[:, 1] <= n_tokens).all()
+    check_segments(lines, inside, f"{n_tokens} tokens", rotary, out)
     pairs = PairArguments.of(rotary, out, channels.mean)
     with device_of(out):
         transform_store_kernel[pairs.grid(int(lines[:, 1].max()), len(segments))](
@@ -270,8 +272,7 @@ def store(
             *pairs,
             channels.first,
             product.values.shape[1],
-            INTERLEAVED=rotary is not None and rotary.interleaved,
-            **tile_options(),
+            **tile_options(interleaved=rotary is not None and rotary.interleaved),
         )
 
 
@@ -286,18 +287,17 @@ def join_options() -> dict[str, Any]:
 
 
 def _check_join(lines: Tensor, integers: Tensor, low_bits: Tensor, out: Tensor) -> None:
-    if integers.ndim != 1 or integers.dtype not in IN_DTYPES or not integers.is_contiguous():
-        raise ValueError(f"expected contiguous integers [n], got {described(integers)}")
+    check_integers(integers, out.device)
     if low_bits.ndim != 1 or low_bits.dtype != torch.uint8 or not low_bits.is_contiguous():
         raise ValueError(f"expected contiguous uint8 low bits [m], got {described(low_bits)}")
     if out.ndim != 2 or out.dtype != torch.float16 or out.stride(1) != 1:
         raise ValueError(f"expected out float16 [N, columns], got {described(out)}")
     if BLOCK_TOKENS * out.stride(0) >= INT32_END:
         raise ValueError(f"expected rows that fit 32 bits in a tile, got {out.stride()}")
-    if any(tensor.device != out.device for tensor in (integers, low_bits)):
+    if low_bits.device != out.device:
         raise ValueError(f"expected all tensors on {out.device}")
     tokens, row, columns, low, n_low, bits_at = lines[:, :PLANE_FIELDS].unbind(1)
-    levels = lines[:, PLANE_FIELDS:].unflatten(1, (-1, LEVEL_FIELDS))
+    levels = lines[:, PLANE_FIELDS:].reshape(len(lines), -1, LEVEL_FIELDS)
     coded, thirds, n_rows = levels.unbind(2)
     below = torch.nn.functional.pad(n_rows, (1, 0))[:, :-1]
     # Bounded first, so that no product below wraps round.
@@ -320,38 +320,17 @@ def _check_join(lines: Tensor, integers: Tensor, low_bits: Tensor, out: Tensor) 
         )
 
 
-def _check_store(
-    lines: Tensor,
-    product: TransformProduct,
-    channels: TransformChannels,
-    rotary: Rotary | None,
-    out: Tensor,
-) -> None:
+def _check_product(product: TransformProduct, device: torch.device) -> None:
     values, rows, scales = product
     if values.ndim != 2 or values.dtype != torch.float32 or not values.is_contiguous():
         raise ValueError(f"expected contiguous float32 values [N, C], got {described(values)}")
-    n, width = values.shape
+    n = len(values)
     if (rows.shape, rows.dtype) != ((n,), torch.int32) or not rows.is_contiguous():
         raise ValueError(f"expected contiguous int32 rows [{n}], got {described(rows)}")
     if (scales.shape, scales.dtype) != ((n,), torch.float32) or not scales.is_contiguous():
         raise ValueError(f"expected contiguous float32 scales [{n}], got {described(scales)}")
-    if any(tensor.device != out.device for tensor in product):
-        raise ValueError(f"expected all tensors on {out.device}")
-    if channels.first < 0 or channels.first + len(channels.mean) > width:
-        raise ValueError(
-            f"expected {len(channels.mean)} channels of {width} from {channels.first} on"
-        )
-    token, tokens, batch, first_token, position = lines.unbind(1)
-    inside = (
-        ((lines >= 0) & (lines < FAR)).all()
-        & (token + tokens <= n).all()
-        & fit_cache(tokens, batch, first_token, position, rotary, out)
-    )
-    if not inside:
-        raise ValueError(
-            f"expected segments inside {n} tokens, out {list(out.shape)} and "
-            f"{FAR if rotary is None else len(rotary.cos)} positions, got {lines.tolist()}"
-        )
+    if any(tensor.device != device for tensor in product):
+        raise ValueError(f"expected all tensors on {device}")
 
 
 @triton.jit(do_not_specialize=["n_levels"])
@@ -432,10 +411,8 @@ def transform_store_kernel(
     """Finish a tile of a segment's head."""
     head = tl.program_id(2) % heads
     fields = segments + tl.program_id(2) // heads * _SEGMENT_FIELDS
-    token, tokens = tl.load(fields), tl.load(fields + 1).to(tl.int32)
-    out += tl.load(fields + 2) * stride_b + tl.load(fields + 3) * stride_t
-    out += head.to(tl.int64) * stride_h
-    turn = tl.load(fields + 4) * n_rotated
+    token = tl.load(fields)
+    tokens, out, turn = open_place(fields + 1, head, out, stride_b, stride_h, stride_t, n_rotated)
 
     first = tl.program_id(0) * BLOCK_T
     step = tl.arange(0, BLOCK_T)

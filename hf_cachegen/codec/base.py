@@ -43,7 +43,14 @@ class SegmentCodec(ABC):
     kept
         Of a context from which tokens were evicted, the positions of those that each layer and head
         has, ascending int64 ``[L or 1, H or 1, n]``; None if they have all.
+
+    Attributes
+    ----------
+    name
+        Of the codec, as levels and messages give it.
     """
+
+    name: str
 
     def __init__(self, layout: KVLayout, kept: Tensor | None = None) -> None:
         self.layout = layout

@@ -20,7 +20,6 @@ with C over the layer's tensors in order (channel h * D + d of each) and T the t
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -39,8 +38,8 @@ from hf_cachegen.codec.exact import tensor_bytes
 from hf_cachegen.codec.gpu import PerDevice
 from hf_cachegen.codec.integer_tables import BANK_FIELDS, bank_from_arrays, bank_to_arrays
 from hf_cachegen.codec.kernel_codec import CodedSegment, KernelCodec
-from hf_cachegen.codec.planes import ByteReader, rows_per_stream
-from hf_cachegen.errors import FormatError
+from hf_cachegen.codec.planes import ByteReader, rows_per_stream, sized
+from hf_cachegen.codec.table_arrays import check_names, read_array
 from hf_cachegen.layout import KVLayout, Record
 
 if TYPE_CHECKING:
@@ -92,17 +91,17 @@ class DeltaConfig(Record):
         return self.bins[layer * len(self.bins) // n_layers]
 
 
-def row_offsets(layout: KVLayout) -> list[int]:
-    """First table row of each layer, then the number of rows: a row is one channel of one layer."""
-    return list(accumulate((layer.channels for layer in layout.layers), initial=0))
+def layer_rows(layout: KVLayout) -> list[slice]:
+    """Rows of each layer: a row is one channel of one layer."""
+    bounds = accumulate((layer.channels for layer in layout.layers), initial=0)
+    return [slice(first, end) for first, end in pairwise(bounds)]
 
 
 def table_ids(layout: KVLayout, config: DeltaConfig) -> list[NDArray[np.int32]]:
     """Probability table of every channel of each layer, int32 [C] a layer."""
-    channels = [[spec.channels for spec in layer.tensors] for layer in layout.layers]
     if config.tables == "channel":
-        offsets = row_offsets(layout)
-        return [np.arange(*bounds, dtype=np.int32) for bounds in pairwise(offsets)]
+        return [np.arange(rows.start, rows.stop, dtype=np.int32) for rows in layer_rows(layout)]
+    channels = [[spec.channels for spec in layer.tensors] for layer in layout.layers]
     first = accumulate((len(layer) for layer in channels), initial=0)
     return [
         np.repeat(np.arange(start, start + len(layer), dtype=np.int32), layer)
@@ -112,7 +111,7 @@ def table_ids(layout: KVLayout, config: DeltaConfig) -> list[NDArray[np.int32]]:
 
 @dataclass(frozen=True)
 class DeltaTables:
-    """A model's statistics for ``delta``; rows as :func:`row_offsets` counts them.
+    """A model's statistics for ``delta``; rows as :func:`layer_rows` counts them.
 
     Attributes
     ----------
@@ -154,22 +153,14 @@ class DeltaTables:
         FormatError
             An array is missing, superfluous, of another shape or dtype, or not a valid table.
         """
-        rows = row_offsets(layout)[-1]
-        vectors = {}
-        for name in ("mean", "anchor_step", "spread"):
-            found = arrays.get(name)
-            if found is None or found.shape != (rows,) or found.dtype != np.float32:
-                raise FormatError(
-                    f"table array {name!r}: expected float32 [{rows}], found "
-                    f"{None if found is None else (found.dtype, found.shape)}"
-                )
-            if not np.isfinite(found).all() or (name != "mean" and (found <= 0).any()):
-                raise FormatError(f"table array {name!r}: expected finite values, steps above 0")
-            vectors[name] = found
+        n_rows = layer_rows(layout)[-1].stop
         names = [*(["anchors"] if config.group else []), *_level_names(config)]
-        expected = {*vectors, *(f"{name}.{key}" for name in names for key in BANK_FIELDS)}
-        if set(arrays) != expected:
-            raise FormatError(f"table arrays: expected {sorted(expected)}, found {sorted(arrays)}")
+        above_zero = {"mean": False, "anchor_step": True, "spread": True}
+        check_names(arrays, {*above_zero, *(f"{n}.{key}" for n in names for key in BANK_FIELDS)})
+        vectors = {
+            name: read_array(arrays, name, np.float32, (n_rows,), above_zero=above)
+            for name, above in above_zero.items()
+        }
         banks = {}
         n_tables = int(table_ids(layout, config)[-1][-1]) + 1
         for name in names:
@@ -191,31 +182,42 @@ def _level_names(config: DeltaConfig) -> list[str]:
     return [f"differences{level}" for level in range(len(config.factors))]
 
 
-class DeltaTransform:
-    """Channel planes of one layer to (anchors, differences) and back; the codec's float part."""
+def difference_tokens(tokens: int, group: int, device: torch.device) -> Tensor:
+    """Mask of the tokens that are not anchors, bool ``[T]``."""
+    mask = torch.ones(tokens, dtype=torch.bool, device=device)
+    if group:
+        mask[::group] = False
+    return mask
 
-    def __init__(self, config: DeltaConfig, mean: Tensor, anchor_step: Tensor) -> None:
-        self.config = config
-        self.mean = mean[:, None]
-        self.anchor_step = anchor_step[:, None]
 
-    def anchors(self, x: Tensor) -> Tensor:
-        """Quantised anchors, float ``[C, ceil(T / group)]``, of planes ``x`` float32 ``[C, T]``."""
-        return torch.round((x[:, :: self.config.group] - self.mean) / self.anchor_step)
+def anchors_and_differences(
+    x: Tensor, mean: Tensor, anchor_step: Tensor, group: int
+) -> tuple[Tensor | None, Tensor]:
+    """The codec's transform.
 
-    def references(self, anchors: Tensor | None, tokens: int) -> Tensor:
-        """What differences are taken to: anchors, repeated; or the mean, ``[C, 1]``."""
-        if anchors is None:
-            return self.mean
-        values = self.mean + anchors * self.anchor_step
-        return values.repeat_interleave(self.config.group, dim=1)[:, :tokens]
+    Parameters
+    ----------
+    x
+        Channels of a layer before RoPE, float32 ``[C, T]``.
+    mean, anchor_step
+        Float32 ``[C, 1]``.
+    group
+        Tokens per anchor; 0 for none.
 
-    def is_difference(self, tokens: int, device: torch.device) -> Tensor:
-        """Mask of the tokens that are not anchors, bool ``[T]``."""
-        mask = torch.ones(tokens, dtype=torch.bool, device=device)
-        if self.config.group:
-            mask[:: self.config.group] = False
-        return mask
+    Returns
+    -------
+    anchors
+        Quantised, float32 ``[C, ceil(T / group)]``; None without anchors.
+    differences
+        Of the other tokens to what their anchor decodes to, or to the mean; not quantised, float32
+        ``[C, rest]``.
+    """
+    anchors, reference = None, mean
+    if group:
+        anchors = torch.round((x[:, ::group] - mean) / anchor_step)
+        decoded = mean + anchors * anchor_step
+        reference = decoded.repeat_interleave(group, dim=1)[:, : x.shape[1]]
+    return anchors, (x - reference)[:, difference_tokens(x.shape[1], group, x.device)]
 
 
 class DeltaCodec(KernelCodec):
@@ -240,7 +242,7 @@ class DeltaCodec(KernelCodec):
     ) -> None:
         super().__init__(layout, tables.config.sinks, kept)
         self.config = tables.config
-        self._offsets = row_offsets(layout)
+        self._rows = layer_rows(layout)
         self._table_ids = table_ids(layout, tables.config)
         self._anchors = tables.anchors
         self._differences = tables.differences[level]
@@ -248,27 +250,24 @@ class DeltaCodec(KernelCodec):
         self._anchor_step = torch.from_numpy(tables.anchor_step)
         n_layers, factor = len(layout.layers), tables.config.factors[level]
         bins = [self.config.bin(layer, n_layers) * factor for layer in range(n_layers)]
-        per_row = np.repeat(np.array(bins, np.float32), np.diff(self._offsets))
-        self._bin = torch.from_numpy(tables.spread * per_row)
+        n_rows = [layer.channels for layer in layout.layers]
+        per_row = np.repeat(np.array(bins, np.float32), n_rows)
+        self._bins = torch.from_numpy(tables.spread * per_row)
         self._on_gpu: PerDevice[DeltaPlanes] = PerDevice()
 
     def encode(self, layer: int, tensors: Sequence[Tensor], start: int) -> bytes:
         self.check_tensors(layer, tensors)
-        sinks = self._sinks(start, tensors[0].shape[1])
-        parts = [tensor_bytes(tensor[:, :sinks]) for tensor in tensors]
-        rest = [tensor[:, sinks:] for tensor in tensors]
-        positions = self.positions(layer, start + sinks, rest[0].shape[1])
+        sinks, rest, start = self._split(tensors, start)
+        parts = [tensor_bytes(tensor) for tensor in sinks]
+        positions = self.positions(layer, start, rest[0].shape[1])
         x = channels(self.layout, self.specs(layer), rest, positions).T.contiguous()
         if x.shape[1] == 0:
             return b"".join(parts)
-        transform, bins = self._on(layer, x.device)
-        anchors = transform.anchors(x) if self.config.group else None
-        difference = x - transform.references(anchors, x.shape[1])
-        difference = difference[:, transform.is_difference(x.shape[1], x.device)]
+        mean, anchor_step, bins = self._parameters(layer, x.device)
+        anchors, differences = anchors_and_differences(x, mean, anchor_step, self.config.group)
         if anchors is not None:
-            coded = self._encode_plane(self._anchors, layer, anchors)
-            parts.append(struct.pack("<I", len(coded)) + coded)
-        parts.append(self._encode_plane(self._differences, layer, torch.round(difference / bins)))
+            parts.append(sized(self._encode_plane(self._anchors, layer, anchors)))
+        parts.append(self._encode_plane(self._differences, layer, torch.round(differences / bins)))
         return b"".join(parts)
 
     def _decode_rest(
@@ -281,7 +280,7 @@ class DeltaCodec(KernelCodec):
 
     def _read_planes(self, reader: ByteReader, tokens: int) -> list[bytes]:
         """The anchors' plane, if there are anchors, and the differences'."""
-        anchors = [reader.take(reader.unpack("<I")[0])] if self.config.group else []
+        anchors = [reader.take_sized()] if self.config.group else []
         return [*anchors, reader.rest()]
 
     def _launch(
@@ -295,14 +294,14 @@ class DeltaCodec(KernelCodec):
     def _gpu_planes(self, layer: int, device: torch.device) -> DeltaPlanes:
         from hf_cachegen.codec import delta_triton as gpu
 
-        rows = slice(self._offsets[layer], self._offsets[layer + 1])
+        rows = self._rows[layer]
         return self._on_gpu.get(
             layer,
             device,
             lambda: gpu.DeltaPlanes.build(
                 [bank for bank in (self._anchors, self._differences) if bank is not None],
                 self._table_ids[layer],
-                [vector[rows] for vector in (self._mean, self._anchor_step, self._bin)],
+                [vector[rows] for vector in (self._mean, self._anchor_step, self._bins)],
                 self.config.group,
                 device,
             ),
@@ -312,28 +311,28 @@ class DeltaCodec(KernelCodec):
         self, reader: ByteReader, layer: int, tokens: int, device: torch.device
     ) -> Tensor:
         """Channel planes float32 ``[C, T]`` from a segment's integers."""
-        transform, bins = self._on(layer, device)
+        mean, anchor_step, bins = self._parameters(layer, device)
         *anchors_plane, plane = self._read_planes(reader, tokens)
         if not anchors_plane:
             q = self._decode_plane(self._differences, layer, plane, tokens, device)
-            return torch.addcmul(transform.mean, q, bins)
+            return torch.addcmul(mean, q, bins)
         group = self.config.group
         n_groups = -(-tokens // group)
         anchors = self._decode_plane(self._anchors, layer, anchors_plane[0], n_groups, device)
         q = self._decode_plane(self._differences, layer, plane, tokens - n_groups, device)
         # A short last group is padded, so that all groups are one reshape.
         q = torch.nn.functional.pad(q, (0, n_groups * (group - 1) - q.shape[1]))
-        values = transform.mean + anchors * transform.anchor_step
+        values = mean + anchors * anchor_step
         x = values[:, :, None].repeat(1, 1, group)
         x[:, :, 1:].addcmul_(q.view(len(q), n_groups, group - 1), bins[:, :, None])
         return x.flatten(1)[:, :tokens]
 
-    def _on(self, layer: int, device: torch.device) -> tuple[DeltaTransform, Tensor]:
-        rows = slice(self._offsets[layer], self._offsets[layer + 1])
-        transform = DeltaTransform(
-            self.config, self._mean[rows].to(device), self._anchor_step[rows].to(device)
-        )
-        return transform, self._bin[rows, None].to(device)
+    def _parameters(self, layer: int, device: torch.device) -> list[Tensor]:
+        """Mean, anchor step and bin width of a layer's channels, float32 ``[C, 1]``."""
+        rows = self._rows[layer]
+        return [
+            vector[rows, None].to(device) for vector in (self._mean, self._anchor_step, self._bins)
+        ]
 
     def _encode_plane(self, bank: IntegerBank | None, layer: int, q: Tensor) -> bytes:
         assert bank is not None

@@ -16,16 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_cachegen.codec.bank import IntegerBank
 from hf_cachegen.codec.channels import channels, kept_positions
 from hf_cachegen.codec.delta import (
     DeltaConfig,
     DeltaTables,
-    DeltaTransform,
-    row_offsets,
+    anchors_and_differences,
+    difference_tokens,
+    layer_rows,
     table_ids,
 )
 from hf_cachegen.codec.integer_tables import LIMIT, build_integer_bank
+from hf_cachegen.codec.kernel_codec import split_sinks
 from hf_cachegen.layout import KVLayout
 
 
@@ -80,10 +81,10 @@ class DeltaProfiler:
         self.layout = layout
         self.config = config
         self._kept = kept
-        self._offsets = row_offsets(layout)
-        rows = self._offsets[-1]
-        self._values = _Moments(rows)
-        self._differences = _Moments(rows)
+        self._rows = layer_rows(layout)
+        n_rows = self._rows[-1].stop
+        self._values = _Moments(n_rows)
+        self._differences = _Moments(n_rows)
         self._statistics: tuple[NDArray[np.float32], ...] | None = None
         self._table_ids = table_ids(layout, config)
         # The last column counts what is out of range.
@@ -93,28 +94,25 @@ class DeltaProfiler:
 
     def observe_moments(self, layer: int, tensors: Sequence[Tensor], start: int) -> None:
         """Pass 1. Arguments as :meth:`hf_cachegen.codec.base.SegmentCodec.encode`."""
-        x = self._planes(layer, tensors, start)
-        rows = slice(self._offsets[layer], self._offsets[layer + 1])
-        self._values.add(rows, x)
-        if self.config.group:
-            anchors = x[:, :: self.config.group].repeat_interleave(self.config.group, dim=1)
-            mask = torch.arange(x.shape[1], device=x.device) % self.config.group != 0
-            self._differences.add(rows, (x - anchors[:, : x.shape[1]])[:, mask])
+        x, group = self._channels(layer, tensors, start), self.config.group
+        self._values.add(self._rows[layer], x)
+        if group:
+            anchors = x[:, ::group].repeat_interleave(group, dim=1)[:, : x.shape[1]]
+            mask = difference_tokens(x.shape[1], group, x.device)
+            self._differences.add(self._rows[layer], (x - anchors)[:, mask])
 
     def observe_counts(self, layer: int, tensors: Sequence[Tensor], start: int) -> None:
         """Pass 2. Arguments as :meth:`observe_moments`."""
-        x = self._planes(layer, tensors, start)
-        rows = slice(self._offsets[layer], self._offsets[layer + 1])
-        mean, step, spread = (torch.from_numpy(s[rows]).to(x.device) for s in self._finished())
-        transform = DeltaTransform(self.config, mean, step)
-        anchors = transform.anchors(x) if self.config.group else None
+        x, rows = self._channels(layer, tensors, start), self._rows[layer]
+        mean, step, spread = (
+            torch.from_numpy(vector[rows, None]).to(x.device) for vector in self._finished()
+        )
+        anchors, differences = anchors_and_differences(x, mean, step, self.config.group)
         if anchors is not None:
             _count(self._anchor_counts, self._table_ids[layer], anchors)
-        mask = transform.is_difference(x.shape[1], x.device)
-        difference = (x - transform.references(anchors, x.shape[1]))[:, mask]
-        bins = spread[:, None] * self.config.bin(layer, len(self.layout.layers))
+        bins = spread * self.config.bin(layer, len(self.layout.layers))
         for counts, factor in zip(self._counts, self.config.factors, strict=True):
-            _count(counts, self._table_ids[layer], torch.round(difference / (bins * factor)))
+            _count(counts, self._table_ids[layer], torch.round(differences / (bins * factor)))
 
     def accumulators(self) -> dict[str, NDArray[Any]]:
         """Every array that samples are added to, in place, by name: all that a checkpoint needs."""
@@ -132,16 +130,14 @@ class DeltaProfiler:
             mean=mean,
             anchor_step=anchor_step,
             spread=spread,
-            anchors=_bank(self._anchor_counts) if self.config.group else None,
-            differences=tuple(_bank(counts) for counts in self._counts),
+            anchors=build_integer_bank(self._anchor_counts, -LIMIT) if self.config.group else None,
+            differences=tuple(build_integer_bank(counts, -LIMIT) for counts in self._counts),
         )
 
-    def _planes(self, layer: int, tensors: Sequence[Tensor], start: int) -> Tensor:
-        sinks = max(self.config.sinks - start, 0)
-        rest = [tensor[:, sinks:] for tensor in tensors]
-        positions = kept_positions(
-            self.layout, [layer], self._kept, start + sinks, rest[0].shape[1]
-        )
+    def _channels(self, layer: int, tensors: Sequence[Tensor], start: int) -> Tensor:
+        """Channels float32 ``[C, T]`` of the tokens after the sinks."""
+        _, rest, start = split_sinks(self.config.sinks, tensors, start)
+        positions = kept_positions(self.layout, [layer], self._kept, start, rest[0].shape[1])
         x = channels(self.layout, self.layout.layers[layer].tensors, rest, positions)
         x = x.T.contiguous()
         if not torch.isfinite(x).all():
@@ -170,7 +166,3 @@ def _count(counts: NDArray[np.int32], ids: NDArray[np.int32], q: Tensor) -> None
         (columns + rows[:, None] * counts.shape[1]).flatten(), minlength=n_tables * counts.shape[1]
     )
     counts[first : first + n_tables] += found.view(n_tables, -1).cpu().numpy().astype(np.int32)
-
-
-def _bank(counts: NDArray[np.int32]) -> IntegerBank:
-    return build_integer_bank(counts[:, :-1], -LIMIT, counts[:, -1])

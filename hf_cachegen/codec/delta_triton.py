@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_cachegen.codec.bank import IntegerBank
+from hf_cachegen.codec.cache_triton import cache_tensors, place_of
 from hf_cachegen.codec.kernel_codec import CodedSegment
 from hf_cachegen.codec.planes import rows_per_stream
 from hf_cachegen.codec.rans_triton import (
@@ -20,10 +22,8 @@ from hf_cachegen.codec.rans_triton import (
     entry_tables,
     launch_planes,
 )
-from hf_cachegen.codec.rope import cos_sin
-from hf_cachegen.layout import KVLayout, RopeSpec, TensorSpec
+from hf_cachegen.layout import KVLayout, TensorSpec
 from hf_cachegen.triton_kernels.delta import DeltaChannels, DeltaSegment, reconstruct
-from hf_cachegen.triton_kernels.pairs import Rotary
 from hf_cachegen.triton_kernels.streams import EntryTables, PlaneShape
 
 
@@ -51,14 +51,13 @@ class DeltaPlanes:
     def build(
         cls,
         banks: Sequence[IntegerBank],
-        table_ids: ArrayLike,
+        table_ids: NDArray[np.integer[Any]],
         parameters: Sequence[Tensor],
         group: int,
         device: torch.device,
     ) -> DeltaPlanes:
         """From the banks of anchors, if there are any, and differences; and mean, steps, bins."""
-        n_rows = len(np.asarray(table_ids))
-        tables = entry_tables([(bank, table_ids, n_rows) for bank in banks])
+        tables = entry_tables([(bank, table_ids, len(table_ids)) for bank in banks])
         mean, step, bins = (vector.to(device).contiguous() for vector in parameters)
         return cls(tables.to(device), mean, step, bins, group)
 
@@ -96,32 +95,19 @@ def launch_segments(
     FormatError
         The bytes are not planes of these shapes.
     """
-    channels = len(planes.mean)
+    n_channels = len(planes.mean)
     coded, places, at = [], [], 0
     for segment in segments:
         n_groups = -(-segment.tokens // planes.group) if planes.group else 0
         widths = [n_groups, segment.tokens - n_groups] if planes.group else [segment.tokens]
         for kind, (data, width) in enumerate(zip(segment.planes, widths, strict=True)):
-            shape = PlaneShape(channels, width, rows_per_stream(width), kind * channels)
+            shape = PlaneShape(n_channels, width, rows_per_stream(width), kind * n_channels)
             coded.append(PlaneBytes(data, shape, True))
-        place = (segment.tokens, segment.batch, segment.first_token, segment.first_token)
-        places.append(DeltaSegment(at, at + channels * n_groups, *place))
-        at += channels * segment.tokens
+        places.append(DeltaSegment(at, at + n_channels * n_groups, place_of(segment)))
+        at += n_channels * segment.tokens
     integers, check = launch_planes(coded_planes(coded), planes.tables)
-    first = 0
-    for spec, tensor in zip(specs, out, strict=True):
-        rows = slice(first, first + spec.channels)
+    for rows, rotary, tensor in cache_tensors(layout, specs, out, start):
         vectors = (planes.mean[rows], planes.anchor_step[rows], planes.bins[rows])
-        rotary = rotary_of(layout.rope(spec), tensor[0], start)
-        reconstruct(
-            integers, places, DeltaChannels(*vectors, first, channels), planes.group, rotary, tensor
-        )
-        first = rows.stop
+        channels = DeltaChannels(*vectors, rows.start, n_channels)
+        reconstruct(integers, places, channels, planes.group, rotary, tensor)
     return check
-
-
-def rotary_of(rope: RopeSpec | None, tensor: Tensor, start: int) -> Rotary | None:
-    """The rotation of a tensor ``[H, T, D]`` whose first token is at position ``start``."""
-    if rope is None:
-        return None
-    return Rotary(*cos_sin(rope, start, tensor), rope.pairing)

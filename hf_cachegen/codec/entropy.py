@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_cachegen.codec import bank as integers
 from hf_cachegen.codec import rans
-from hf_cachegen.codec.bank import PROB_TOTAL, IntegerBank, TableBank
+from hf_cachegen.codec.bank import PROB_TOTAL, IntegerBank, TableBank, from_symbols, to_symbols
 from hf_cachegen.errors import BackendUnavailable, FormatError
 
 AUTO_ORDER = ("numba", "numpy")
@@ -210,9 +209,7 @@ def _choose(name: str) -> _Backend:
 def _load(name: str) -> _Backend | str:
     """A backend, or the reason why there is none."""
     if name == "numpy":
-        return _Backend(
-            rans.encode_plane, rans.decode_plane, integers.to_symbols, integers.from_symbols
-        )
+        return _Backend(rans.encode_plane, rans.decode_plane, to_symbols, from_symbols)
     if name == "triton":
         return _load_triton()
     try:
@@ -231,4 +228,4 @@ def _load_triton() -> _Backend | str:
         from hf_cachegen.codec import rans_triton as gpu
     except ImportError as error:
         return f"triton cannot be imported ({error})"
-    return _Backend(gpu.encode_plane, gpu.decode_plane, integers.to_symbols, integers.from_symbols)
+    return _Backend(gpu.encode_plane, gpu.decode_plane, to_symbols, from_symbols)

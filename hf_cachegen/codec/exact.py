@@ -29,8 +29,7 @@ from torch import Tensor
 from hf_cachegen.codec.bank import TableBank, normalise_counts
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.entropy import decode_symbols, encode_symbols
-from hf_cachegen.codec.planes import ByteReader, rows_per_stream
-from hf_cachegen.config import DTYPE_BYTES, PROB_BITS
+from hf_cachegen.codec.planes import ByteReader, rows_per_stream, sized
 from hf_cachegen.errors import FormatError
 
 MAX_TABLES = 8
@@ -108,8 +107,7 @@ def _encode_tensor(tensor: Tensor) -> bytes:
         (
             header,
             table_ids.astype(np.uint8).tobytes(),
-            struct.pack("<I", len(coded)),
-            coded,
+            sized(coded),
             np.ascontiguousarray(planes[..., :-1]).tobytes(),
         )
     )
@@ -128,7 +126,10 @@ def _classify(top: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int
 
 
 def _build_tables(counts: NDArray[np.int64]) -> tuple[TableBank, bytes]:
-    """Tables over each class's range of symbols, with a symbol that occurs never impossible."""
+    """A table for each row of counts, and all of them as a segment has them.
+
+    A table covers the range of bytes that occur; those inside it that do not have frequency 0.
+    """
     parts, freqs, lows = [struct.pack("<B", len(counts))], [], []
     for row in counts:
         used = np.flatnonzero(row)
@@ -170,7 +171,7 @@ def _decode_tensor(reader: ByteReader, shape: tuple[int, ...], dtype: torch.dtyp
     table_ids = np.frombuffer(reader.take(channels), np.uint8).astype(np.int32)
     if table_ids.size and table_ids.max() >= len(bank.starts) - 1:
         raise FormatError(f"{reader.what}: a channel names a table that is not there")
-    coded = reader.take(reader.unpack("<I")[0])
+    coded = reader.take_sized()
     planes = np.empty((channels, tokens, itemsize), np.uint8)
     planes[..., -1] = decode_symbols(
         coded, (channels, tokens), table_ids, bank, rows_per_stream(tokens)
@@ -181,7 +182,3 @@ def _decode_tensor(reader: ByteReader, shape: tuple[int, ...], dtype: torch.dtyp
     bits = (rotated >> 1) | (rotated << (8 * itemsize - 1))
     values = torch.from_numpy(bits.view(f"<i{itemsize}")).view(dtype)
     return values.view(heads, dim, tokens).transpose(1, 2)
-
-
-assert set(DTYPE_BYTES.values()) == set(_BITS)
-assert PROB_BITS <= 16

@@ -24,20 +24,17 @@ TAIL_DECAY = 0.7
 sample leaves holes in the tails that another text fills."""
 
 
-def build_integer_bank(
-    counts: NDArray[np.integer[Any]], lo: int, escapes: NDArray[np.integer[Any]]
-) -> IntegerBank:
+def build_integer_bank(counts: NDArray[np.integer[Any]], lo: int) -> IntegerBank:
     """Tables over the range of integers that pays.
 
     Parameters
     ----------
     counts
-        [tables, n] occurrences of the integers lo, lo + 1, ...
+        [tables, n + 1] occurrences of the integers lo, lo + 1, ..., lo + n - 1, then of all others.
     lo
         Integer of column 0.
-    escapes
-        [tables] occurrences of all other integers.
     """
+    counts, escapes = counts[:, :-1], counts[:, -1]
     weights = _smooth(counts.astype(np.float64))
     share = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1)
     # A symbol of frequency 1 costs all others 1.44 / PROB_TOTAL bits and saves its own escapes.
@@ -65,10 +62,8 @@ def integer_bits(counts: NDArray[np.integer[Any]], lo: int, bank: IntegerBank) -
 
     Parameters
     ----------
-    counts
-        [tables, n + 1] occurrences of the integers lo, lo + 1, ..., lo + n - 1, then of all others.
-    lo
-        Integer of column 0.
+    counts, lo
+        As for :func:`build_integer_bank`.
     bank
         The tables that code them.
     """

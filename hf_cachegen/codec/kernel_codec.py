@@ -34,6 +34,31 @@ class CodedSegment(NamedTuple):
     first_token: int = 0
 
 
+class SinkSplit(NamedTuple):
+    """A segment's tensors, cut where the sinks end.
+
+    Attributes
+    ----------
+    sinks, rest
+        Views ``[H, t, D]`` of the tokens that are sinks, and of all others.
+    start
+        As for :meth:`SegmentCodec.encode`, of the others.
+    """
+
+    sinks: list[Tensor]
+    rest: list[Tensor]
+    start: int
+
+
+def split_sinks(n_sinks: int, tensors: Sequence[Tensor], start: int) -> SinkSplit:
+    """Cut tensors ``[H, T, D]`` of a context whose first ``n_sinks`` tokens are sinks.
+
+    ``start`` is as for :meth:`SegmentCodec.encode`.
+    """
+    n = min(max(n_sinks - start, 0), tensors[0].shape[1])
+    return SinkSplit([t[:, :n] for t in tensors], [t[:, n:] for t in tensors], start + n)
+
+
 class KernelCodec(SegmentCodec):
     """A codec with kernels for tensors on a GPU. Positions of evicted tokens they do not know.
 
@@ -47,21 +72,18 @@ class KernelCodec(SegmentCodec):
         How many of a context's first tokens are sinks.
     """
 
-    name: str
-
     def __init__(self, layout: KVLayout, n_sinks: int, kept: Tensor | None = None) -> None:
         super().__init__(layout, kept)
         self._n_sinks = n_sinks
 
     def decode_into(self, layer: int, data: bytes, out: Sequence[Tensor], start: int) -> None:
         self.check_tensors(layer, out)
-        tokens = out[0].shape[1]
         if self._takes_kernels(out):
-            self._decode_on_gpu(layer, [PlacedSegment(data, 0, tokens)], out, start)
+            self._decode_on_gpu(layer, [PlacedSegment(data, 0, out[0].shape[1])], out, start)
             return
-        reader, sinks = self._open(layer, data, out, start)
-        if tokens > sinks:
-            self._decode_rest(reader, layer, [tensor[:, sinks:] for tensor in out], start + sinks)
+        reader, rest, rest_start = self._open(layer, data, out, start)
+        if rest[0].shape[1]:
+            self._decode_rest(reader, layer, rest, rest_start)
         reader.finish()
 
     def decode_many_into(
@@ -73,9 +95,8 @@ class KernelCodec(SegmentCodec):
         else:
             super().decode_many_into(layer, segments, out, start)
 
-    def _sinks(self, start: int, tokens: int) -> int:
-        """How many of some tokens are sinks."""
-        return min(max(self._n_sinks - start, 0), tokens)
+    def _split(self, tensors: Sequence[Tensor], start: int) -> SinkSplit:
+        return split_sinks(self._n_sinks, tensors, start)
 
     @abstractmethod
     def _decode_rest(
@@ -102,18 +123,19 @@ class KernelCodec(SegmentCodec):
         coded = []
         for data, first, tokens in segments:
             places = [tensor[:, first : first + tokens] for tensor in out]
-            reader, sinks = self._open(layer, data, places, start + first)
-            if tokens > sinks:
-                planes = self._read_planes(reader, tokens - sinks)
-                coded.append(CodedSegment(planes, tokens - sinks, first_token=first + sinks))
+            reader, rest, rest_start = self._open(layer, data, places, start + first)
+            n_rest = rest[0].shape[1]
+            if n_rest:
+                planes = self._read_planes(reader, n_rest)
+                coded.append(CodedSegment(planes, n_rest, first_token=rest_start - start))
             reader.finish()
         self._launch(layer, coded, out, start)()
 
     def _open(
         self, layer: int, data: bytes, out: Sequence[Tensor], start: int
-    ) -> tuple[ByteReader, int]:
-        """A reader of a segment behind its sinks, which are read, and how many these are."""
+    ) -> tuple[ByteReader, list[Tensor], int]:
+        """Fill the sinks; returns a reader behind them, the other tokens and where these start."""
         reader = ByteReader(data, f"{self.name} segment of layer {layer}")
-        sinks = self._sinks(start, out[0].shape[1])
-        read_tensors(reader, [tensor[:, :sinks] for tensor in out])
-        return reader, sinks
+        sinks, rest, rest_start = self._split(out, start)
+        read_tensors(reader, sinks)
+        return reader, rest, rest_start

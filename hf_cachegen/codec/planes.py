@@ -17,6 +17,11 @@ def rows_per_stream(tokens: int) -> int:
     return max(1, SYMBOLS_PER_STREAM // max(tokens, 1))
 
 
+def sized(data: bytes) -> bytes:
+    """A field that is not the last of its segment: its size as ``u32``, then its bytes."""
+    return struct.pack("<I", len(data)) + data
+
+
 class ByteReader:
     """Cursor over a segment's bytes that never reads past its end.
 
@@ -44,6 +49,10 @@ class ByteReader:
         piece = bytes(self._data[self._offset : end])
         self._offset = end
         return piece
+
+    def take_sized(self) -> bytes:
+        """What :func:`sized` was given."""
+        return self.take(self.unpack("<I")[0])
 
     def unpack(self, layout: str) -> tuple[Any, ...]:
         """The next fields of a ``struct`` layout."""

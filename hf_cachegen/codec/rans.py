@@ -57,13 +57,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hf_cachegen.codec.bank import PROB_TOTAL, TableBank
-from hf_cachegen.config import PROB_BITS, RANS_LANES, RANS_LOW
+from hf_cachegen.config import PROB_BITS, RANS_LANES, RANS_LOW, RANS_STATE_WORDS
 from hf_cachegen.errors import FormatError
 
 COUNT_BYTES = 4
-STATE_WORDS = 2 * RANS_LANES
-"""The states at the head of a stream, in 16-bit words."""
-
 _LIMIT_BITS = 32 - PROB_BITS
 """Before symbol s is encoded, a state must be below ``f[s] << _LIMIT_BITS``."""
 
@@ -192,8 +189,8 @@ def _encode_stream(symbols: NDArray[np.uint8], tables: Sequence[_Table]) -> NDAr
 def _decode_stream(
     stream: NDArray[np.uint16], tables: Sequence[_Table], out: NDArray[np.uint8], index: int
 ) -> None:
-    state = stream[:STATE_WORDS].view("<u4").astype(np.int64)
-    words, used = stream[STATE_WORDS:], 0
+    state = stream[:RANS_STATE_WORDS].view("<u4").astype(np.int64)
+    words, used = stream[RANS_STATE_WORDS:], 0
     if (state < RANS_LOW).any():
         raise damaged_stream(index)
     for row, table in zip(out, tables, strict=True):
@@ -224,7 +221,7 @@ def check_plane(shape: Sequence[int], rows_per_stream: int) -> None:
 
 def join_streams(streams: Sequence[NDArray[np.uint16]]) -> bytes:
     """A plane's bytes, from each stream's states and words."""
-    counts = np.array([len(stream) - STATE_WORDS for stream in streams], "<u4")
+    counts = np.array([len(stream) - RANS_STATE_WORDS for stream in streams], "<u4")
     return b"".join([counts.tobytes(), *(stream.tobytes() for stream in streams)])
 
 
@@ -235,7 +232,7 @@ def stream_bounds(data: bytes, shape: Sequence[int], rows_per_stream: int) -> ND
     -------
     int64 [S + 1]
         In 16-bit words from the start of ``data``: stream s takes ``bounds[s] : bounds[s + 1]``, of
-        which the first :data:`STATE_WORDS` are its states.
+        which the first :data:`~hf_cachegen.config.RANS_STATE_WORDS` are its states.
 
     Raises
     ------
@@ -248,7 +245,7 @@ def stream_bounds(data: bytes, shape: Sequence[int], rows_per_stream: int) -> ND
             f"expected {n_streams} word counts, found {len(data)} bytes; fetch the data again"
         )
     counts = np.frombuffer(data, "<u4", n_streams).astype(np.int64)
-    bounds = np.cumsum(np.concatenate([[n_streams * COUNT_BYTES // 2], counts + STATE_WORDS]))
+    bounds = np.cumsum(np.concatenate([[n_streams * COUNT_BYTES // 2], counts + RANS_STATE_WORDS]))
     if 2 * bounds[-1] != len(data):
         raise FormatError(
             f"expected {2 * bounds[-1]} bytes in {n_streams} entropy streams, found {len(data)}; "

@@ -23,7 +23,6 @@ from hf_cachegen.codec.bank import (
     read_only,
 )
 from hf_cachegen.codec.rans import (
-    STATE_WORDS,
     check_plane,
     damaged_stream,
     invalid_table,
@@ -31,7 +30,7 @@ from hf_cachegen.codec.rans import (
     not_codable,
     stream_bounds,
 )
-from hf_cachegen.config import MAX_ALPHABET, PROB_BITS, RANS_LANES, RANS_LOW
+from hf_cachegen.config import MAX_ALPHABET, PROB_BITS, RANS_LANES, RANS_LOW, RANS_STATE_WORDS
 
 _OK, _BAD_TABLE, _BAD_SYMBOL, _BAD_STREAM = 0, 1, 2, 3
 _SLOT_MASK = PROB_TOTAL - 1
@@ -72,7 +71,7 @@ def encode_plane(
     if symbols.size == 0:
         return b""
     n_streams = -(-len(symbols) // rows_per_stream)
-    capacity = STATE_WORDS + min(rows_per_stream, len(symbols)) * symbols.shape[1]
+    capacity = RANS_STATE_WORDS + min(rows_per_stream, len(symbols)) * symbols.shape[1]
     streams = np.empty((n_streams, capacity), np.uint16)
     begins = np.empty(n_streams, np.int64)
     arguments = (

@@ -23,9 +23,9 @@ from hf_cachegen.codec.rans import (
     not_codable,
     stream_bounds,
 )
+from hf_cachegen.config import RANS_STATE_WORDS
 from hf_cachegen.triton_kernels import rans as kernels
 from hf_cachegen.triton_kernels.streams import (
-    STATE_WORDS,
     CodedPlanes,
     EntryTables,
     PlaneShape,
@@ -47,7 +47,8 @@ def encode_plane(
     check_plane(symbols.shape, rows_per_stream)
     where = torch.device(device)
     tables = _symbol_tables(bank, table_ids, len(symbols)).to(where)
-    shape = PlaneShape(*symbols.shape, rows_per_stream)
+    n_rows, n_tokens = symbols.shape
+    shape = PlaneShape(n_rows, n_tokens, rows_per_stream)
     coded = kernels.encode_plane(torch.tensor(symbols.ravel()).to(where), shape, tables)
     if coded.flags.any():
         raise not_codable()
@@ -158,7 +159,7 @@ def coded_planes(parts: Sequence[PlaneBytes]) -> CodedPlanes:
     escapes_at = (at + 2).repeat_interleave(n_escapes) + 2 * counted(n_escapes)
     first = at + head
     counts = _read_uint32(words, first.repeat_interleave(n_streams) + 2 * counted(n_streams))
-    n_words = counts + STATE_WORDS
+    n_words = counts + RANS_STATE_WORDS
     plane = torch.arange(len(parts)).repeat_interleave(n_streams)
     total = torch.zeros_like(sizes).index_add_(0, plane, n_words)
     _check_planes(parts, head + 2 * n_streams + total == sizes)

@@ -45,9 +45,7 @@ and at every later one::
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,7 +66,7 @@ from hf_cachegen.codec.exact import tensor_bytes
 from hf_cachegen.codec.gpu import PerDevice
 from hf_cachegen.codec.importance import Importance, importance_features
 from hf_cachegen.codec.kernel_codec import CodedSegment, KernelCodec
-from hf_cachegen.codec.planes import ByteReader, rows_per_stream
+from hf_cachegen.codec.planes import ByteReader, rows_per_stream, sized
 from hf_cachegen.codec.scale_classes import UNIFORM, classify, n_coded
 from hf_cachegen.codec.transform_matrices import (
     Coefficients,
@@ -145,7 +143,7 @@ class TransformCodec(KernelCodec):
         x = synthesise(
             self._tables.groups[self._group_of[layer]],
             self._widths(layer),
-            self._decode_coefficients(reader, layer, tokens),
+            list(self._decode_coefficients(reader, layer, tokens).values()),
             tokens,
             out[0].device,
             product_dtype(self.dtype),
@@ -157,13 +155,9 @@ class TransformCodec(KernelCodec):
         self, layer: int, tensors: Sequence[Tensor], start: int
     ) -> Iterator[CodedPlane]:
         """What :meth:`encode` codes with tables of scale classes, for counting."""
-        sinks = self._sinks(start, tensors[0].shape[1])
-        for plane in self._quantise(layer, [t[:, sinks:] for t in tensors], start + sinks):
-            classes, low_bits, below = self._rows(layer, plane.exponent, self.level)
-            q = self._nested(layer, plane)
-            yield CodedPlane(
-                classes, low_bits, q[below:] >> low_bits[below:, None], _thirds(q[:below])
-            )
+        _, rest, start = self._split(tensors, start)
+        for exponent, finest in self._quantise(layer, rest, start).items():
+            yield self._coded_plane(layer, exponent, finest)
 
     def _widths(self, layer: int) -> list[int]:
         """Channels of each layer of a group."""
@@ -182,12 +176,13 @@ class TransformCodec(KernelCodec):
         classes, low_bits = classify(sigma[: n_coded(sigma, scale)], scale)
         return classes, low_bits if level == 0 else np.zeros_like(low_bits), below
 
-    def _quantise(self, layer: int, tensors: Sequence[Tensor], start: int) -> list[_Plane]:
+    def _quantise(
+        self, layer: int, tensors: Sequence[Tensor], start: int
+    ) -> dict[int, Coefficients]:
         """The coefficients that this level codes, of tokens after the sinks, by exponent.
 
         In steps of the last level, whichever this is.
         """
-        group = self._group_of[layer]
         positions = self.positions(layer, start, tensors[0].shape[1])
         x = channels(self.layout, self.specs(layer), tensors, positions)
         if not torch.isfinite(x).all():
@@ -196,36 +191,54 @@ class TransformCodec(KernelCodec):
                 "represent; use the level `lossless`"
             )
         if not len(x):
-            return []
+            return {}
         exponents = self._exponents(layer, tensors, start)
         sigma, finest = self._sigma(layer), self.config.levels - 1
         n_rows = n_coded(sigma, self.config.scale(self.level, int(exponents.min())))
+        y = self._analyse(layer, x, n_rows)
+        found = {}
+        for exponent in np.unique(exponents).tolist():
+            tokens = np.flatnonzero(exponents == exponent)
+            rows = n_coded(sigma, self.config.scale(self.level, exponent))
+            part = y[torch.from_numpy(tokens).to(x.device), :rows].T
+            scale = self.config.scale(finest, exponent)
+            q = torch.round(part / scale)
+            if not bool((q.abs() <= LARGEST).all()):
+                raise ValueError(
+                    f"layer {layer}: the cache holds a value {LARGEST:.0e} steps away from all "
+                    "that was profiled, which `transform` cannot represent; use `lossless`"
+                )
+            found[exponent] = Coefficients(scale, tokens, q.int().cpu().numpy())
+        return found
+
+    def _analyse(self, layer: int, x: Tensor, n_rows: int) -> Tensor:
+        """``n_rows`` coefficients or more of channels ``[T, C]``, float32 ``[T, K']``."""
+        group = self._group_of[layer]
         mean = torch.from_numpy(self._tables.groups[group].mean).to(x.device)
         analysis = self._tables.analysis.get(group, self._widths(layer), x.device)
         settle_threads()
         # Products of one size, so that a coefficient is the same to the bit at every level.
         n_products = max(1, -(-n_rows // ROWS_PER_PRODUCT))
         centred, blocks = x - mean, torch.split(analysis, ROWS_PER_PRODUCT, dim=1)
-        y = torch.cat([centred @ block for block in blocks[:n_products]], dim=1)
-        planes = []
-        for exponent in np.unique(exponents):
-            columns = np.flatnonzero(exponents == exponent)
-            rows = n_coded(sigma, self.config.scale(self.level, exponent))
-            part = y[torch.from_numpy(columns).to(x.device), :rows].T
-            q = torch.round(part / self.config.scale(finest, exponent))
-            if not bool((q.abs() <= LARGEST).all()):
-                raise ValueError(
-                    f"layer {layer}: the cache holds a value {LARGEST:.0e} steps away from all "
-                    "that was profiled, which `transform` cannot represent; use `lossless`"
-                )
-            planes.append(_Plane(int(exponent), columns, q.int().cpu().numpy()))
-        return planes
+        return torch.cat([centred @ block for block in blocks[:n_products]], dim=1)
 
-    def _nested(self, layer: int, finest: _Plane) -> NDArray[np.int32]:
+    def _nested(self, layer: int, exponent: int, finest: Coefficients) -> NDArray[np.int32]:
         """The integers of this level's coefficients, whose bins are made of those of the last."""
-        rows = n_coded(self._sigma(layer), self.config.scale(self.level, finest.exponent))
+        rows = n_coded(self._sigma(layer), self.config.scale(self.level, exponent))
         coarse = REFINEMENT ** (self.config.levels - 1 - self.level)
         return (finest.q[:rows] + coarse // 2) // coarse
+
+    def _coded_plane(self, layer: int, exponent: int, finest: Coefficients) -> CodedPlane:
+        """What this level codes of coefficients in steps of the last level."""
+        classes, low_bits, below = self._rows(layer, exponent, self.level)
+        q, n_low = self._nested(layer, exponent, finest), int(np.count_nonzero(low_bits))
+        return CodedPlane(
+            classes,
+            low_bits,
+            thirds=_thirds(q[:below]),
+            integers=q[below:] >> low_bits[below:, None],
+            low=(q[:n_low] & ((1 << low_bits[:n_low, None]) - 1)).astype(np.uint8),
+        )
 
     def _exponents(self, layer: int, tensors: Sequence[Tensor], start: int) -> NDArray[np.int64]:
         """log_sqrt2 of each token's w."""
@@ -243,78 +256,74 @@ class TransformCodec(KernelCodec):
         limit = self.config.max_exponent
         return torch.nan_to_num(exponents).clamp(-limit, limit).long().numpy()
 
-    def _encode_planes(self, layer: int, planes: Sequence[_Plane]) -> Iterator[bytes]:
-        """Everything of a segment but the sinks, in parts."""
-        if self.level == 0 and planes:
-            yield _encode_exponents(planes, self.config.max_exponent)
-        for plane in planes:
-            yield from self._encode_plane(layer, replace(plane, q=self._nested(layer, plane)))
+    def _encode_planes(self, layer: int, found: Mapping[int, Coefficients]) -> Iterator[bytes]:
+        """Everything of a segment but the sinks, in parts, of what :meth:`_quantise` returns."""
+        if self.level == 0 and found:
+            yield _encode_exponents(found, self.config.max_exponent)
+        for exponent, finest in found.items():
+            yield from self._encode_plane(self._coded_plane(layer, exponent, finest))
 
-    def _encode_plane(self, layer: int, plane: _Plane) -> tuple[bytes, bytes]:
-        classes, low_bits, below = self._rows(layer, plane.exponent, self.level)
-        q, rows = plane.q, rows_per_stream(len(plane.columns))
-        integers = q[below:] >> low_bits[below:, None]
-        coded = encode_integers(integers, classes[below:], self._tables.classes, rows)
+    def _encode_plane(self, plane: CodedPlane) -> tuple[bytes, bytes]:
+        rows, below = rows_per_stream(plane.integers.shape[1]), len(plane.thirds)
+        integers = encode_integers(
+            plane.integers, plane.classes[below:], self._tables.classes, rows
+        )
         if self.level:
             thirds = self._tables.thirds
-            return encode_symbols(_thirds(q[:below]), classes[:below], thirds, rows), coded
-        n_low = int(np.count_nonzero(low_bits))
-        low = (q[:n_low] & ((1 << low_bits[:n_low, None]) - 1)).astype(np.uint8)
-        return coded, encode_symbols(low, low_bits[:n_low], UNIFORM, rows)
+            return encode_symbols(plane.thirds, plane.classes[:below], thirds, rows), integers
+        low_bits = plane.low_bits[: len(plane.low)]
+        return integers, encode_symbols(plane.low, low_bits, UNIFORM, rows)
 
     def _decode_coefficients(
         self, reader: ByteReader, layer: int, tokens: int
-    ) -> list[Coefficients]:
+    ) -> dict[int, Coefficients]:
         """By exponent."""
-        return [
-            Coefficients(
+        return {
+            coded.exponent: Coefficients(
                 self.config.scale(self.level, coded.exponent),
-                coded.columns,
+                coded.tokens,
                 self._decode_plane(layer, coded),
             )
             for coded in self._read_planes(reader, tokens)
-        ]
+        }
 
     def _read_planes(self, reader: ByteReader, tokens: int) -> list[CodedTokens]:
         """What is coded of the tokens of each exponent that occurs."""
-        coded = reader.take(reader.unpack("<I")[0])
+        coded = reader.take_sized()
         exponents = _decode_exponents(coded, tokens, self.config.max_exponent)
         found = [
-            CodedTokens(int(exponent), np.flatnonzero(exponents == exponent), [])
-            for exponent in np.unique(exponents)
+            CodedTokens(exponent, np.flatnonzero(exponents == exponent), [])
+            for exponent in np.unique(exponents).tolist()
         ]
         for _ in range(self.level + 1):
             for part in found:
-                first, second = (reader.take(reader.unpack("<I")[0]) for _ in range(2))
-                part.levels.append((first, second))
+                part.levels.append((reader.take_sized(), reader.take_sized()))
         return found
 
     def _decode_plane(self, layer: int, coded: CodedTokens) -> NDArray[np.int32]:
-        q = np.empty((0, len(coded.columns)), np.int32)
+        q = np.empty((0, len(coded.tokens)), np.int32)
         for level in range(len(coded.levels)):
             q = self._decode_level(layer, coded, level, q)
         return q
 
     def _decode_level(
-        self, layer: int, coded_tokens: CodedTokens, level: int, coarse: NDArray[np.int32]
+        self, layer: int, coded: CodedTokens, level: int, coarse: NDArray[np.int32]
     ) -> NDArray[np.int32]:
         """Integers as a level refines them."""
-        classes, low_bits, below = self._rows(layer, coded_tokens.exponent, level)
-        tokens = len(coded_tokens.columns)
-        rows = rows_per_stream(tokens)
-        first, second = coded_tokens.levels[level]
-        shape = (len(classes) - below, tokens)
-        coded = second if level else first
-        q = decode_integers(coded, shape, classes[below:], self._tables.classes, rows)
+        classes, low_bits, below = self._rows(layer, coded.exponent, level)
+        n_tokens = len(coded.tokens)
+        rows, (first, second) = rows_per_stream(n_tokens), coded.levels[level]
+        shape = (len(classes) - below, n_tokens)
+        integers = second if level else first
+        q = decode_integers(integers, shape, classes[below:], self._tables.classes, rows)
         if level:
             thirds = decode_symbols(
-                first, (below, tokens), classes[:below], self._tables.thirds, rows
+                first, (below, n_tokens), classes[:below], self._tables.thirds, rows
             )
-            q = np.concatenate((_refine(coarse, thirds), q))
-        else:
-            n_low = int(np.count_nonzero(low_bits))
-            low = decode_symbols(second, (n_low, tokens), low_bits[:n_low], UNIFORM, rows)
-            q[:n_low] = (q[:n_low] << low_bits[:n_low, None]) | low
+            return np.concatenate((_refine(coarse, thirds), q))
+        n_low = int(np.count_nonzero(low_bits))
+        low = decode_symbols(second, (n_low, n_tokens), low_bits[:n_low], UNIFORM, rows)
+        q[:n_low] = (q[:n_low] << low_bits[:n_low, None]) | low
         return q
 
     def _launch(
@@ -351,14 +360,13 @@ def encode_ladder(
     """
     finest = max(codecs, key=lambda codec: codec.level)
     finest.check_tensors(layer, tensors)
-    sinks = finest._sinks(start, tensors[0].shape[1])
-    exact = [tensor_bytes(tensor[:, :sinks]) for tensor in tensors]
-    planes = finest._quantise(layer, [tensor[:, sinks:] for tensor in tensors], start + sinks)
+    sinks, rest, start = finest._split(tensors, start)
+    exact = [tensor_bytes(tensor) for tensor in sinks]
+    found = finest._quantise(layer, rest, start)
     segments = []
     for codec in codecs:
         parts = [] if codec.level else list(exact)
-        for coded in codec._encode_planes(layer, planes):
-            parts.append(struct.pack("<I", len(coded)) + coded)
+        parts += map(sized, codec._encode_planes(layer, found))
         segments.append(b"".join(parts))
     return segments
 
@@ -370,47 +378,37 @@ class CodedTokens(NamedTuple):
     ----------
     exponent
         log_sqrt2 of their w.
-    columns
-        int64 [T']: which of the segment's they are.
+    tokens
+        int64 [T']: which of the segment's they are, sinks not counted.
     levels
         The two planes of each level, coarse to fine.
     """
 
     exponent: int
-    columns: NDArray[np.int64]
+    tokens: NDArray[np.int64]
     levels: list[tuple[bytes, bytes]]
 
 
-@dataclass(frozen=True)
-class CodedPlane:
+class CodedPlane(NamedTuple):
     """What is coded of the tokens of one exponent at one level.
 
     Attributes
     ----------
     classes, low_bits
         int32 [R]: scale class and low bits of every coefficient coded at this level.
-    integers
-        int32 [rows, T']: the last of them, without their low bits.
     thirds
         uint8 [rows, T']: the first of them, which the level below codes too.
+    integers
+        int32 [rows, T']: the others, without their low bits.
+    low
+        uint8 [rows, T']: low bits of the first of them, which are none but at level 0.
     """
 
     classes: NDArray[np.int32]
     low_bits: NDArray[np.int32]
-    integers: NDArray[np.int32]
     thirds: NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class _Plane:
-    """The coefficients of the tokens of one exponent.
-
-    ``columns`` int64 [T'] are the tokens, ``q`` int32 [K', T'] their coefficients.
-    """
-
-    exponent: int
-    columns: NDArray[np.int64]
-    q: NDArray[np.int32]
+    integers: NDArray[np.int32]
+    low: NDArray[np.uint8]
 
 
 def _thirds(q: NDArray[np.int32]) -> NDArray[np.uint8]:
@@ -425,11 +423,11 @@ def _refine(q: NDArray[np.int32], thirds: NDArray[np.uint8]) -> NDArray[np.int32
     return REFINEMENT * q + np.where(q < 0, -third, third)
 
 
-def _encode_exponents(planes: Sequence[_Plane], limit: int) -> bytes:
+def _encode_exponents(found: Mapping[int, Coefficients], limit: int) -> bytes:
     """Frequencies of the 2 * limit + 1 exponents, then the plane coded with them."""
-    symbols = np.empty((1, sum(len(plane.columns) for plane in planes)), np.uint8)
-    for plane in planes:
-        symbols[0, plane.columns] = plane.exponent + limit
+    symbols = np.empty((1, sum(len(part.tokens) for part in found.values())), np.uint8)
+    for exponent, part in found.items():
+        symbols[0, part.tokens] = exponent + limit
     counts = np.bincount(symbols[0], minlength=2 * limit + 1)
     freqs = normalise_counts(counts, keep=np.flatnonzero(counts))
     bank = TableBank(freqs, np.array([0, len(freqs)], np.int32))
@@ -437,6 +435,7 @@ def _encode_exponents(planes: Sequence[_Plane], limit: int) -> bytes:
 
 
 def _decode_exponents(data: bytes, tokens: int, limit: int) -> NDArray[np.int64]:
+    """Inverse of :func:`_encode_exponents`: the exponent of each token."""
     n_table = 2 * (2 * limit + 1)
     if len(data) < n_table:
         raise FormatError(f"token steps: expected at least {n_table} bytes, found {len(data)}")

@@ -24,9 +24,9 @@ class Coefficients(NamedTuple):
     scale
         step * w.
     tokens
-        int64 [T'].
+        int64 [T']: which of the segment's they are, sinks not counted.
     q
-        int32 [K', T'].
+        int32 [K', T']: in units of ``scale``.
     """
 
     scale: float
@@ -75,6 +75,10 @@ def synthesise(
         The group's statistics, and the channels of each of its layers.
     coefficients
         Every token is in one of them.
+    tokens
+        T.
+    device
+        Where the products are computed.
     dtype
         Of the products with the rows of V whose coefficients are small, see :data:`LARGE_STEPS`.
     """

@@ -24,6 +24,7 @@ from hf_cachegen.codec.bank import IntegerBank, TableBank, normalise_counts
 from hf_cachegen.codec.channels import channels
 from hf_cachegen.codec.importance import importance_features
 from hf_cachegen.codec.integer_tables import LIMIT, build_integer_bank, integer_bits
+from hf_cachegen.codec.kernel_codec import split_sinks
 from hf_cachegen.codec.scale_classes import CLASS_RATIOS, LOWEST_RATIO, N_CLASSES
 from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_matrices import LARGE_STEPS
@@ -36,7 +37,7 @@ from hf_cachegen.codec.transform_tables import (
     group_specs,
     layer_groups,
 )
-from hf_cachegen.layout import KVLayout, TensorSpec
+from hf_cachegen.layout import KVLayout
 
 FINEST_EXPONENT = 2
 """Coefficients that only tokens with a finer w would code are not stored: few tokens have one."""
@@ -79,7 +80,10 @@ class TransformProfiler:
         self._products = [torch.zeros(sum(widths), sum(widths)) for widths in self._widths]
         self._gradient_tokens = np.zeros(len(self.groups))
         self._gradients = [[torch.zeros(c, c) for c in widths] for widths in self._widths]
-        self._regressions = [_Regression(len(self._features(g))) for g in self.groups]
+        self._regressions = [
+            _Regression(sum(spec.heads for spec in group_specs(layout, group)))
+            for group in self.groups
+        ]
         self._counts = np.zeros((config.levels, N_CLASSES, 2 * LIMIT + 2), np.int64)
         self._third_counts = np.zeros((config.levels, N_CLASSES, REFINEMENT), np.int64)
         self._low_bits = np.zeros(1)
@@ -124,10 +128,8 @@ class TransformProfiler:
             whitened = torch.linalg.solve_triangular(factor.to(layer), layer.T, upper=False)
             sensitivity += whitened.square().sum(0)
         sensitivity /= sum(self._widths[group])  # 1 on average
-        first = max(start, self.config.sinks)
-        features = importance_features(
-            self._after_sinks(tensors, start), first, n_tokens=first + len(g)
-        )
+        _, rest, first = split_sinks(self.config.sinks, tensors, start)
+        features = importance_features(rest, first, n_tokens=first + len(g))
         target = sensitivity.clamp_min(SMALLEST_IMPORTANCE).log().cpu()
         self._regressions[group].add(features, target)
 
@@ -136,7 +138,8 @@ class TransformProfiler:
         if not self._codecs:
             levels = range(self.config.levels)
             self._codecs = [TransformCodec(self.layout, self._solved, level) for level in levels]
-        self._counted_values += sum(tensor.numel() for tensor in self._after_sinks(tensors, start))
+        _, rest, _ = split_sinks(self.config.sinks, tensors, start)
+        self._counted_values += sum(tensor.numel() for tensor in rest)
         for codec, counts, third_counts in zip(
             self._codecs, self._counts, self._third_counts, strict=True
         ):
@@ -170,7 +173,7 @@ class TransformProfiler:
     def finish(self) -> TransformTables:
         """The tables of all that was observed."""
         counts = self._counts.sum(0) + _prior_counts()
-        classes = build_integer_bank(counts[:, :-1], -LIMIT, counts[:, -1])
+        classes = build_integer_bank(counts, -LIMIT)
         thirds = _thirds_bank(self._third_counts.sum(0))
         return replace(
             self._solved, classes=classes, thirds=thirds, rates=self._rates(classes, thirds)
@@ -191,7 +194,7 @@ class TransformProfiler:
         return TransformTables(
             self.config,
             tuple(self._group_tables(group) for group in range(len(self.groups))),
-            build_integer_bank(self._counts[0, :, :-1], -LIMIT, self._counts[0, :, -1]),
+            build_integer_bank(self._counts[0], -LIMIT),
             _thirds_bank(self._third_counts[0]),
             np.zeros(self.config.levels, np.float32),
         )
@@ -210,20 +213,16 @@ class TransformProfiler:
         sigma = variance.flip(0).clamp_min(0).sqrt()
         finest = self.config.scale(self.config.levels - 1, FINEST_EXPONENT)
         kept = max(1, int((sigma >= LOWEST_RATIO * finest).sum()))
-        basis = vectors.flip(1)[:, :kept].T  # [K, C]
-        coefficient_scale = basis.abs().amax(1) / 127
-        exact = basis / coefficient_scale[:, None]
-        rounded = exact.round()
-        fine = int((sigma[:kept] >= LARGE_STEPS * self.config.steps[-1]).sum())
-        low = ((exact - rounded)[:fine] * 256).round().clamp(-128, 127)
+        n_fine = int((sigma[:kept] >= LARGE_STEPS * self.config.steps[-1]).sum())
+        basis, low, scale = _quantise_rows(vectors.flip(1)[:, :kept].T, n_fine)
         packed = [triangle[*torch.tril_indices(*triangle.shape)] for triangle in stored]
         return GroupTables(
             mean=mean.numpy(),
             unwhitener=torch.cat(packed).numpy(),
             unwhitener_scale=torch.stack(scales).numpy(),
-            basis=rounded.to(torch.int8).numpy(),
-            basis_low=low.to(torch.int8).numpy(),
-            coefficient_scale=coefficient_scale.numpy(),
+            basis=basis.numpy(),
+            basis_low=low.numpy(),
+            coefficient_scale=scale.numpy(),
             sigma=sigma[:kept].clamp_min(SMALLEST_SIGMA).numpy(),
             importance=self._regressions[group].solve(recency=False),
             recency=self._regressions[group].solve(recency=True),
@@ -247,20 +246,13 @@ class TransformProfiler:
         ridge = self.config.ridge * f.diagonal().mean().clamp_min(SMALLEST_SENSITIVITY)
         return f + ridge * torch.eye(len(f), dtype=f.dtype)
 
-    def _features(self, group: range) -> list[TensorSpec]:
-        """One entry per tensor and head."""
-        return [spec for spec in group_specs(self.layout, group) for _ in range(spec.heads)]
-
-    def _after_sinks(self, tensors: Sequence[Tensor], start: int) -> list[Tensor]:
-        sinks = max(self.config.sinks - start, 0)
-        return [tensor[:, sinks:] for tensor in tensors]
-
     def _channels(
         self, group: int, tensors: Sequence[Tensor], start: int, layout: KVLayout | None = None
     ) -> Tensor:
+        """Channels before RoPE, float32 ``[T, C]``, of the tokens after the sinks."""
         specs = group_specs(self.layout, self.groups[group])
-        first = max(start, self.config.sinks)
-        x = channels(layout or self.layout, specs, self._after_sinks(tensors, start), first)
+        _, rest, first = split_sinks(self.config.sinks, tensors, start)
+        x = channels(layout or self.layout, specs, rest, first)
         if not torch.isfinite(x).all():
             raise ValueError(
                 f"layers {self.groups[group]}: a sample's cache or gradients hold NaN or "
@@ -305,6 +297,15 @@ class _Regression:
         ridge = REGRESSION_RIDGE * np.eye(len(target)) * np.trace(normal) / len(target)
         ridge[-1, -1] = 0
         return np.linalg.solve(normal + ridge, target).astype(np.float32)
+
+
+def _quantise_rows(rows: Tensor, n_fine: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows float32 ``[K, C]`` as int8, 256ths of the first ``n_fine`` as int8, and their scales."""
+    scale = rows.abs().amax(1) / 127
+    exact = rows / scale[:, None]
+    rounded = exact.round()
+    low = ((exact - rounded)[:n_fine] * 256).round().clamp(-128, 127)
+    return rounded.to(torch.int8), low.to(torch.int8), scale
 
 
 def _count(counts: NDArray[np.int64], ids: NDArray[np.int32], columns: NDArray[np.generic]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_cachegen.codec.bank import IntegerBank, TableBank
 from hf_cachegen.codec.integer_tables import BANK_FIELDS, bank_from_arrays, bank_to_arrays
 from hf_cachegen.codec.scale_classes import N_CLASSES
+from hf_cachegen.codec.table_arrays import check_names, read_array
 from hf_cachegen.codec.transform_matrices import (
     GroupMatrices,
     SynthesisMatrix,
@@ -193,10 +194,9 @@ class TransformTables:
         fields = GroupTables.__dataclass_fields__
         expected = {"thirds", "rates", *(f"classes.{key}" for key in BANK_FIELDS)}
         expected |= {f"group{i}.{key}" for i in range(len(groups)) for key in fields}
-        if set(arrays) != expected:
-            raise FormatError(f"table arrays: expected {sorted(expected)}, found {sorted(arrays)}")
+        check_names(arrays, expected)
         bank = {key: arrays[f"classes.{key}"] for key in BANK_FIELDS}
-        freqs = _array(arrays, "thirds", np.uint16, (N_CLASSES, REFINEMENT), above_zero=True)
+        freqs = read_array(arrays, "thirds", np.uint16, (N_CLASSES, REFINEMENT), above_zero=True)
         thirds = TableBank(freqs.reshape(-1), THIRDS_STARTS)
         thirds.validate()
         return cls(
@@ -204,7 +204,7 @@ class TransformTables:
             tuple(_read_group(arrays, f"group{i}.", layout, g) for i, g in enumerate(groups)),
             bank_from_arrays(bank, N_CLASSES),
             thirds,
-            _array(arrays, "rates", np.float32, (config.levels,)),
+            read_array(arrays, "rates", np.float32, (config.levels,)),
         )
 
 
@@ -218,7 +218,7 @@ def _read_group(
     fine = len(np.atleast_1d(arrays[prefix + "basis_low"]))
 
     def read(name: str, dtype: type[Any], *shape: int, above_zero: bool = False) -> NDArray[Any]:
-        return _array(arrays, prefix + name, dtype, shape, above_zero=above_zero)
+        return read_array(arrays, prefix + name, dtype, shape, above_zero=above_zero)
 
     tables = GroupTables(
         mean=read("mean", np.float32, channels),
@@ -238,24 +238,3 @@ def _read_group(
     if (tables.unwhitener[row_ends - 1] <= 0).any():
         raise FormatError(f"table array {prefix + 'unwhitener'!r}: expected diagonals above 0")
     return tables
-
-
-def _array(
-    arrays: Mapping[str, NDArray[Any]],
-    name: str,
-    dtype: type[Any],
-    shape: tuple[int, ...],
-    *,
-    above_zero: bool = False,
-) -> NDArray[Any]:
-    array = arrays[name]
-    if array.shape != shape or array.dtype != dtype:
-        raise FormatError(
-            f"table array {name!r}: expected {np.dtype(dtype)} {shape}, "
-            f"found {array.dtype} {array.shape}"
-        )
-    if not np.isfinite(array).all():
-        raise FormatError(f"table array {name!r}: expected finite values")
-    if above_zero and (array <= 0).any():
-        raise FormatError(f"table array {name!r}: expected values above 0")
-    return array

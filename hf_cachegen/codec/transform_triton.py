@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_cachegen.codec.delta_triton import rotary_of
+from hf_cachegen.codec.cache_triton import CacheTensor, cache_tensors, place_of
 from hf_cachegen.codec.kernel_codec import CodedSegment
 from hf_cachegen.codec.planes import rows_per_stream
 from hf_cachegen.codec.rans_triton import (
@@ -33,7 +34,6 @@ from hf_cachegen.codec.transform_matrices import BASIS_UNIT, SynthesisMatrix
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.layout import KVLayout, TensorSpec
 from hf_cachegen.triton_kernels import transform as kernels
-from hf_cachegen.triton_kernels.pairs import Rotary
 from hf_cachegen.triton_kernels.streams import CodedPlanes, EntryTables, PlaneShape, to_device
 
 BATCH_TOKENS = 16_384
@@ -141,36 +141,24 @@ def launch_segments(
 ) -> DecodeCheck:
     """Launch the decoding of segments of one group of layers on the current stream.
 
-    Parameters
-    ----------
-    group
-        The group's.
-    layout, specs
-        The tensors of all its layers.
-    segments
-        Of any chunks and contexts; together they fill a GPU better than one by one.
-    out
-        Tensors ``[B, H, T, D]`` on the device of ``group``, any strides.
-    start
-        Position of their first token.
-
-    Returns
-    -------
-    DecodeCheck
-        Waits, and raises FormatError if a segment is damaged: ``out`` is undefined then.
-
-    Raises
-    ------
-    FormatError
-        The bytes are not planes of these shapes.
+    ``specs`` and ``out`` are the tensors of all its layers. Other parameters, result and errors are
+    those of :func:`hf_cachegen.codec.delta_triton.launch_segments`.
     """
     planes, tokens = plan_segments(group, segments)
     integers, check = launch_planes(planes, group.tables)
-    tensors = _Tensors(group, layout, specs, out, start)
+    tensors = cache_tensors(layout, specs, out, start)
     for batch in _batches(segments):
-        members = [part for part in tokens if part.segment in batch]
-        product, places = _multiply(group, integers, segments, batch, members)
-        tensors.store(product, places)
+        *firsts, n_tokens = accumulate((segments[index].tokens for index in batch), initial=0)
+        members = [
+            (part, firsts[part.segment - batch.start] + part.tokens)
+            for part in tokens
+            if part.segment in batch
+        ]
+        places = [
+            kernels.TransformSegment(first, place_of(segments[index]))
+            for index, first in zip(batch, firsts, strict=True)
+        ]
+        _store(group, _multiply(group, integers, members, n_tokens), places, tensors)
     return check
 
 
@@ -178,7 +166,7 @@ class PlacedTokens(NamedTuple):
     """The tokens of the segment of an index that share a step, and how their planes are joined."""
 
     segment: int
-    columns: NDArray[np.int64]
+    tokens: NDArray[np.int64]
     exponent: int
     plane: kernels.CoefficientPlane
 
@@ -195,7 +183,7 @@ def plan_segments(
     """
     collected = _PlaneCollector(group)
     tokens = [
-        PlacedTokens(index, coded.columns, coded.exponent, collected.add(coded))
+        PlacedTokens(index, coded.tokens, coded.exponent, collected.add(coded))
         for index, segment in enumerate(segments)
         for coded in segment.planes
     ]
@@ -213,7 +201,7 @@ class _PlaneCollector:
     def add(self, coded: CodedTokens) -> kernels.CoefficientPlane:
         """The planes of tokens; returns how to join them, to no rows or columns yet."""
         spans = [self._group.spans[level, coded.exponent] for level in range(len(coded.levels))]
-        n_tokens, levels = len(coded.columns), []
+        n_tokens, levels = len(coded.tokens), []
         rows = rows_per_stream(n_tokens)
         low = thirds = 0
         for level, (span, (first, second)) in enumerate(zip(spans, coded.levels, strict=True)):
@@ -250,28 +238,19 @@ def _batches(segments: Sequence[CodedSegment]) -> Iterator[range]:
 def _multiply(
     group: TransformGroup,
     integers: Tensor,
-    segments: Sequence[CodedSegment],
-    batch: range,
-    members: Sequence[PlacedTokens],
-) -> tuple[kernels.TransformProduct, list[kernels.TransformSegment]]:
-    """The product of all tokens of a batch, and where each of its segments is in it."""
+    members: Sequence[tuple[PlacedTokens, NDArray[np.int64]]],
+    n_tokens: int,
+) -> kernels.TransformProduct:
+    """The product of ``n_tokens`` tokens, with the numbers [T'] that each of its members has."""
     basis, device = group.synthesis.basis, integers.device
-    first_token, n_tokens, places = {}, 0, []
-    for index in batch:
-        segment = segments[index]
-        place = (segment.tokens, segment.batch, segment.first_token, segment.first_token)
-        places.append(kernels.TransformSegment(n_tokens, *place))
-        first_token[index] = n_tokens
-        n_tokens += segment.tokens
     rows, scales = np.empty(n_tokens, np.int32), np.empty(n_tokens, np.float32)
     planes, row = [], 0
     # The finest steps first: they have most coefficients.
-    ordered = sorted(members, key=lambda part: part.exponent)
-    products = _products([(part.exponent, part.plane) for part in ordered])
-    for part, columns in zip(ordered, products.columns, strict=True):
-        where = first_token[part.segment] + part.columns
-        rows[where] = np.arange(row, row + part.plane.tokens)
-        scales[where] = group.scales[part.exponent] / kernels.COEFFICIENT_SCALE
+    ordered = sorted(members, key=lambda member: member[0].exponent)
+    products = _products([(part.exponent, part.plane) for part, _ in ordered])
+    for (part, numbers), columns in zip(ordered, products.columns, strict=True):
+        rows[numbers] = np.arange(row, row + part.plane.tokens)
+        scales[numbers] = group.scales[part.exponent] / kernels.COEFFICIENT_SCALE
         planes.append(part.plane._replace(row=row, columns=columns))
         row += part.plane.tokens
     shape = (n_tokens, max(products.columns, default=0))
@@ -281,7 +260,7 @@ def _multiply(
     for begin, end, columns in products.bounds:
         kernels.multiply(coefficients[begin:end, :columns], basis[:columns], values[begin:end])
     on_device = (to_device(torch.from_numpy(array), device) for array in (rows, scales))
-    return kernels.TransformProduct(values, *on_device), places
+    return kernels.TransformProduct(values, *on_device)
 
 
 class _Products(NamedTuple):
@@ -315,31 +294,14 @@ def _products(planes: Sequence[tuple[int, kernels.CoefficientPlane]]) -> _Produc
     return found
 
 
-class _Tensors:
-    """Where the values of a launch go."""
-
-    def __init__(
-        self,
-        group: TransformGroup,
-        layout: KVLayout,
-        specs: Sequence[TensorSpec],
-        out: Sequence[Tensor],
-        start: int,
-    ) -> None:
-        self._group, self._specs, self._out = group, specs, out
-        self._rotaries: dict[str | None, Rotary | None] = {}
-        for spec, tensor in zip(specs, out, strict=True):
-            if spec.rope not in self._rotaries:
-                self._rotaries[spec.rope] = rotary_of(layout.rope(spec), tensor[0], start)
-
-    def store(
-        self, product: kernels.TransformProduct, places: Sequence[kernels.TransformSegment]
-    ) -> None:
-        """Launch the last step for every tensor."""
-        _, scale, mean = self._group.synthesis
-        first = 0
-        for spec, tensor in zip(self._specs, self._out, strict=True):
-            rows = slice(first, first + spec.channels)
-            channels = kernels.TransformChannels(mean[rows], scale[rows], first)
-            kernels.store(product, places, channels, self._rotaries[spec.rope], tensor)
-            first = rows.stop
+def _store(
+    group: TransformGroup,
+    product: kernels.TransformProduct,
+    places: Sequence[kernels.TransformSegment],
+    tensors: Sequence[CacheTensor],
+) -> None:
+    """Launch the last step for every tensor."""
+    _, scale, mean = group.synthesis
+    for rows, rotary, tensor in tensors:
+        channels = kernels.TransformChannels(mean[rows], scale[rows], rows.start)
+        kernels.store(product, places, channels, rotary, tensor)

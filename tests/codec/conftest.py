@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the samples beside this file
 
 settings.register_profile("codec", deadline=None, derandomize=True)
 settings.load_profile("codec")

@@ -5,14 +5,13 @@ decodes about 0.4 GB/s; ``raw`` copies.
 from __future__ import annotations
 
 import json
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from codec_samples import DTYPES, GOLDEN, peak_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,9 +21,7 @@ from hf_cachegen.codec.planes import rows_per_stream
 from hf_cachegen.errors import FormatError
 from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "segments_v1"
 CODECS = pytest.mark.parametrize("codec", [RawCodec, LosslessCodec])
-DTYPES = ["bfloat16", "float16", "float32"]
 INTEGERS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}
 
 
@@ -244,14 +241,12 @@ def test_headers_that_promise_too_much_are_refused_without_allocating_it(data, m
     codec = LosslessCodec(layout_of("bfloat16", (1, 3)))
     out = [torch.empty(1, 5, 3, dtype=torch.bfloat16)]
     codec.decode_into(0, codec.encode(0, [torch.zeros_like(out[0])], 0), out, 0)  # compiles
-    tracemalloc.start()
-    try:
+
+    def refused():
         with pytest.raises(FormatError, match=message):
             codec.decode_into(0, data, out, 0)
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 1 << 17
+
+    assert peak_bytes(refused) < 1 << 17
 
 
 def test_decoding_allocates_a_small_multiple_of_what_it_gives():
@@ -259,13 +254,7 @@ def test_decoding_allocates_a_small_multiple_of_what_it_gives():
     codec, out = LosslessCodec(layout), [torch.empty_like(tensors[0])]
     data = codec.encode(0, tensors, 0)
     codec.decode_into(0, data, out, 0)
-    tracemalloc.start()
-    try:
-        codec.decode_into(0, data, out, 0)
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 4 * tensors[0].nbytes
+    assert peak_bytes(lambda: codec.decode_into(0, data, out, 0)) < 4 * tensors[0].nbytes
 
 
 GOLDEN_CASES = json.loads((GOLDEN / "exact.json").read_text())

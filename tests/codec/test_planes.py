@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_cachegen.codec.planes import SYMBOLS_PER_STREAM, ByteReader, rows_per_stream
+from hf_cachegen.codec.planes import SYMBOLS_PER_STREAM, ByteReader, rows_per_stream, sized
 from hf_cachegen.errors import FormatError
 
 
@@ -32,6 +32,20 @@ def test_fields_and_the_rest():
     assert reader.rest() == b""
     with pytest.raises(FormatError, match="expected 4 bytes"):
         reader.unpack("<I")
+
+
+@given(st.lists(st.binary(max_size=300)))
+def test_sized_fields_come_back_in_order(fields):
+    reader = ByteReader(b"".join(map(sized, fields)), "test")
+    assert [reader.take_sized() for _ in fields] == fields
+    reader.finish()
+
+
+@pytest.mark.parametrize("size", [3, 5, 2**32 - 1])
+def test_a_size_that_promises_too_much_is_refused(size):
+    reader = ByteReader(size.to_bytes(4, "little") + b"ab", "test")
+    with pytest.raises(FormatError, match=f"expected {size} bytes"):
+        reader.take_sized()
 
 
 def test_bytes_left_over_are_refused():

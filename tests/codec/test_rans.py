@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_cachegen.codec import rans, rans_numba
 from hf_cachegen.codec.bank import TableBank, normalise_counts
-from hf_cachegen.config import RANS_LANES
+from hf_cachegen.config import RANS_LANES, RANS_STATE_WORDS
 from hf_cachegen.errors import FormatError
 
 CODERS = pytest.mark.parametrize("coder", [rans, rans_numba], ids=["numpy", "numba"])
@@ -84,7 +84,7 @@ def test_a_certain_symbol_costs_nothing(coder):
     bank = bank_of([0, 4096, 0])
     symbols = np.ones((5, 1000), np.uint8)
     data = coder.encode_plane(symbols, [0] * 5, bank, 2)
-    assert len(data) == 3 * (rans.COUNT_BYTES + 2 * rans.STATE_WORDS)
+    assert len(data) == 3 * (rans.COUNT_BYTES + 2 * RANS_STATE_WORDS)
     assert np.array_equal(coder.decode_plane(data, (5, 1000), [0] * 5, bank, 2), symbols)
 
 
@@ -149,7 +149,7 @@ def test_hostile_bytes_are_refused_or_give_a_plane(data):
     symbols, ids, bank, good = sample_plane()
     words = data.draw(st.lists(st.integers(0, 300), min_size=3, max_size=3))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    body = rng.bytes(3 * 2 * rans.STATE_WORDS + 2 * sum(words))
+    body = rng.bytes(3 * 2 * RANS_STATE_WORDS + 2 * sum(words))
     assert_coders_agree(np.array(words, "<u4").tobytes() + body, symbols.shape, ids, bank)
     assert_coders_agree(data.draw(st.binary(max_size=600)), symbols.shape, ids, bank)
     cut = data.draw(st.integers(0, len(good)))

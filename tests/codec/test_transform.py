@@ -2,72 +2,52 @@ from __future__ import annotations
 
 import json
 import struct
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
+from codec_samples import (
+    DTYPES,
+    GOLDEN,
+    HUGE,
+    decode,
+    decode_or_refuse,
+    empty_tensors,
+    peak_bytes,
+    sinks_of,
+    to_tensors,
+)
+from codec_samples import layout_of as samples_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_cachegen.codec import entropy, kernel_codec, transform
 from hf_cachegen.codec.bank import ESCAPE_BITS, PROB_BITS, to_symbols
-from hf_cachegen.codec.channels import channels, store_channels
+from hf_cachegen.codec.channels import channels
 from hf_cachegen.codec.importance import Importance, importance_features
 from hf_cachegen.codec.planes import ByteReader
 from hf_cachegen.codec.transform import LARGEST, TransformCodec, encode_ladder
 from hf_cachegen.codec.transform_matrices import Coefficients, synthesise
 from hf_cachegen.codec.transform_profile import TransformProfiler
 from hf_cachegen.codec.transform_tables import TransformConfig, TransformTables, group_specs
-from hf_cachegen.errors import FormatError
-from hf_cachegen.layout import KVLayout, LayerSpec, RopeSpec, TensorSpec
+from hf_cachegen.layout import KVLayout
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "segments_v1"
-DTYPES = ["bfloat16", "float16", "float32"]
 LEADERS = (0, 1, 3)  # of the groups [0], [1, 2] and [3, 4]
 LEVELS = range(3)
 CONFIG = TransformConfig(group=2, step=0.1, sinks=4, levels=len(LEVELS))
 
 
-def layout_of(dtype):
-    """Layers of different widths and windows: a scaled rope, a latent, partial rope."""
-    ropes = {
-        "half": RopeSpec(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.2, pairing="half"),
-        "partial": RopeSpec(inv_freq=(0.5,), attention_scaling=1.0, pairing="interleaved"),
-    }
-    keys = TensorSpec(name="keys", heads=2, dim=6, rope="half")
-    values = TensorSpec(name="values", heads=2, dim=5)
-    latent = TensorSpec(name="latent", heads=1, dim=7, rope="partial")
-    full = [[keys, values], [latent], [values, keys, latent]]
-    return KVLayout(
-        dtype=dtype,
-        ropes=ropes,
-        layers=[
-            *(LayerSpec(kind="full_attention", tensors=tensors) for tensors in full),
-            *(
-                LayerSpec(kind="sliding_attention", tensors=tensors, window=16)
-                for tensors in ([values], [keys, values])
-            ),
-        ],
-    )
+layout_of = partial(samples_layout, sliding=True)
 
 
 def specs_of(layout, layer):
     return TransformCodec(layout, make_tables(), 0).specs(layer)
-
-
-def store(layout, specs, x, start):
-    dtype = getattr(torch, layout.dtype)
-    tensors = [torch.empty(spec.heads, len(x), spec.dim, dtype=dtype) for spec in specs]
-    store_channels(layout, specs, x, tensors, start)
-    return tensors
 
 
 def make_channels(group, specs, tokens, seed, decay=0.65):
@@ -83,13 +63,13 @@ def make_channels(group, specs, tokens, seed, decay=0.65):
 def make_cache(layout, layer, tokens, start=0, seed=0):
     """The tensors of the group that a layer leads."""
     specs = specs_of(layout, layer)
-    return store(layout, specs, make_channels(layer, specs, tokens, seed), start)
+    return to_tensors(layout, specs, make_channels(layer, specs, tokens, seed), start)
 
 
 def make_gradients(layout, group, specs, tokens, seed):
     """As of a loss that some channels matter to a hundred times more than others."""
     x = make_channels(100 + group, specs, tokens, seed, decay=0.9)
-    return store(layout, specs, x * 0.05, 0)
+    return to_tensors(layout, specs, x * 0.05, 0)
 
 
 @cache
@@ -100,7 +80,7 @@ def profiled():
     samples = [
         [
             (
-                store(layout, specs, make_channels(group.start, specs, 300, seed), 0),
+                to_tensors(layout, specs, make_channels(group.start, specs, 300, seed), 0),
                 make_gradients(layout, index, specs, 300, seed),
             )
             for index, group in enumerate(profiler.groups)
@@ -138,34 +118,20 @@ def encode(codecs, layer, tensors, start=0):
     return b"".join(codec.encode(layer, tensors, start) for codec in codecs)
 
 
-def decode(codec, layer, data, like, start=0):
-    out = [torch.empty_like(tensor) for tensor in like]
-    codec.decode_into(layer, data, out, start)
-    return out
-
-
 def widths_of(codec, layer):
     """Channels of each layer of a group."""
     return [codec.layout.layers[member].channels for member in codec.members(layer)]
 
 
-def sinks_of(codec, start, tokens):
-    return min(max(codec.config.sinks - start, 0), tokens)
-
-
 def coefficients(codec, layer, data, tokens, start):
     """(exponents [T], {exponent: Coefficients}) that a segment's bytes hold, after the sinks."""
     reader = ByteReader(data, "segment")
-    sinks = sinks_of(codec, start, tokens)
+    sinks = sinks_of(codec.config, start, tokens)
     n_values = sum(spec.channels for spec in codec.specs(layer)) * sinks
     reader.take(n_values * codec.dtype.itemsize)
     if tokens == sinks:
         return np.zeros(0, int), {}
-    scales = {codec.config.scale(codec.level, e): e for e in range(-16, 17)}
-    planes = {
-        scales[plane.scale]: plane
-        for plane in codec._decode_coefficients(reader, layer, tokens - sinks)
-    }
+    planes = codec._decode_coefficients(reader, layer, tokens - sinks)
     reader.finish()
     exponents = np.zeros(tokens - sinks, int)
     for exponent, plane in planes.items():
@@ -202,7 +168,7 @@ def test_errors_of_coded_coefficients_are_at_most_half_a_step(where, way, magnit
     tensors = [tensor * magnitude for tensor in make_cache(codec.layout, **where)]
     data = encode(codecs, layer, tensors, start)
     out = decode(codec, layer, data, tensors, start)
-    sinks = sinks_of(codec, start, where["tokens"])
+    sinks = sinks_of(codec.config, start, where["tokens"])
     before, after = (
         channels(codec.layout, codec.specs(layer), [t[:, sinks:] for t in side], start + sinks)
         for side in (tensors, out)
@@ -214,8 +180,8 @@ def test_errors_of_coded_coefficients_are_at_most_half_a_step(where, way, magnit
     exponents, planes = coefficients(codec, layer, data, where["tokens"], start)
     assert sum(len(plane.tokens) for plane in planes.values()) == len(exponents)
     assert np.abs(exponents).max(initial=0) <= way["max_exponent"]
-    for scale, columns, q in planes.values():
-        assert (np.abs(error[columns, : len(q)]) <= 0.501 * scale + rounding).all()
+    for scale, which, q in planes.values():
+        assert (np.abs(error[which, : len(q)]) <= 0.501 * scale + rounding).all()
 
 
 @given(segments, ways, st.sampled_from(MAGNITUDES))
@@ -223,17 +189,17 @@ def test_levels_are_nested(where, way, magnitude):
     """What is decoded over the coarser levels is what each level's quantiser chose."""
     codecs, layer, start = make_codecs("float32", **way), where["layer"], where["start"]
     tensors = [tensor * magnitude for tensor in make_cache(codecs[0].layout, **where)]
-    sinks, found = sinks_of(codecs[0], start, where["tokens"]), []
+    sinks, found = sinks_of(codecs[0].config, start, where["tokens"]), []
     for level, codec in enumerate(codecs):
         data = encode(codecs[: level + 1], layer, tensors, start)
         exponents, planes = coefficients(codec, layer, data, where["tokens"], start)
         rest = [tensor[:, sinks:] for tensor in tensors]
         chosen = codec._quantise(layer, rest, start + sinks)
-        assert [plane.exponent for plane in chosen] == sorted(planes)
-        for plane in chosen:
-            found_plane = planes[plane.exponent]
-            assert np.array_equal(found_plane.tokens, plane.columns)
-            assert np.array_equal(found_plane.q, codec._nested(layer, plane))
+        assert list(chosen) == sorted(planes)
+        for exponent, finest in chosen.items():
+            assert planes[exponent].scale == codec.config.scale(level, exponent)
+            assert np.array_equal(planes[exponent].tokens, finest.tokens)
+            assert np.array_equal(planes[exponent].q, codec._nested(layer, exponent, finest))
         found.append((exponents, planes))
     for (exponents, coarse), (same, fine) in pairwise(found):
         assert np.array_equal(exponents, same)
@@ -261,9 +227,9 @@ def test_coefficients_at_the_edge_of_a_bin_nest_too(tokens):
     direction -= torch.from_numpy(table.mean)
     edges = (torch.arange(tokens) - tokens // 2 + 0.5) * CONFIG.step
     x = torch.from_numpy(table.mean) + edges[:, None] * direction
-    tensors = store(layout, codecs[0].specs(layer), x, 4)
+    tensors = to_tensors(layout, codecs[0].specs(layer), x, 4)
     first, last = (
-        codec._nested(layer, codec._quantise(layer, tensors, 4)[0])
+        codec._nested(layer, 0, codec._quantise(layer, tensors, 4)[0])
         for codec in (codecs[0], codecs[2])
     )
     assert len(first) == 1 < len(last)
@@ -373,8 +339,7 @@ def test_tensors_that_do_not_fit_the_layout_are_the_callers_mistake():
 def test_a_layer_that_another_carries_has_no_segment(layer):
     codec = make_codecs()[0]
     assert list(codec.members(layer)) == []
-    specs = codec.layout.layers[layer].tensors
-    tensors = [torch.zeros(spec.heads, 5, spec.dim, dtype=codec.dtype) for spec in specs]
+    tensors = empty_tensors(codec.layout, codec.layout.layers[layer].tensors, 5)
     for call in (
         lambda: codec.encode(layer, tensors, 0),
         lambda: codec.decode_into(layer, b"", tensors, 0),
@@ -435,7 +400,7 @@ def test_a_piece_decodes_to_what_its_tokens_decode_to_anywhere():
     x = make_channels(1, specs, 40, seed=3)
     found = []
     for start in (4, 1500):
-        tensors = store(codecs[0].layout, specs, x, start)
+        tensors = to_tensors(codecs[0].layout, specs, x, start)
         out = decode(codecs[-1], 1, encode(codecs, 1, tensors, start), tensors, start)
         found.append(channels(codecs[0].layout, specs, out, start))
     torch.testing.assert_close(found[0], found[1], atol=0.05, rtol=0)
@@ -580,17 +545,6 @@ def test_features_are_log_norms_of_heads_and_the_distance_from_the_end():
     assert torch.equal(importance_features(tensors, 7, None), features[:, :-1])
 
 
-def decode_or_refuse(codec, layer, data, tokens, start=0):
-    """Decoded tensors, or None; only FormatError may say no."""
-    like = [
-        torch.empty(spec.heads, tokens, spec.dim, dtype=codec.dtype) for spec in codec.specs(layer)
-    ]
-    try:
-        return decode(codec, layer, data, like, start)
-    except FormatError:
-        return None
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_truncated_longer_and_flipped_segments_are_refused_or_give_a_cache(level):
     codecs = make_codecs(max_exponent=1)[: level + 1]
@@ -650,7 +604,6 @@ def test_only_the_chain_of_a_level_decodes():
     assert decode_or_refuse(codecs[0], 1, parts[0] + parts[1], 22) is None
 
 
-HUGE = b"\xff" * 4
 STEPS = struct.pack("<13H", 0, 0, 0, 0, 0, 0, 4096, *[0] * 6)  # all of w = 1
 NO_STREAM = STEPS + bytes(4) + struct.pack("<32I", *[1 << 16] * 32)
 COUNTED = struct.pack("<I", len(NO_STREAM)) + NO_STREAM
@@ -676,13 +629,9 @@ def test_counts_that_promise_too_much_are_refused_without_allocating_it(body):
     codec = make_codecs(sinks=0)[0]
     tensors = make_cache(codec.layout, 1, 30)
     decode(codec, 1, codec.encode(1, tensors, 0), tensors)  # compiles
-    tracemalloc.start()
-    try:
-        assert decode_or_refuse(codec, 1, body, 30) is None
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 1 << 17
+    found = []
+    assert peak_bytes(lambda: found.append(decode_or_refuse(codec, 1, body, 30))) < 1 << 17
+    assert found == [None]
 
 
 GOLDEN_CASES = json.loads((GOLDEN / "transform.json").read_text())
@@ -735,8 +684,7 @@ def test_kept_tokens_are_coded_as_if_they_were_in_a_row(start, level):
     ]
     x = channels(layout, specs, in_a_row, start)
     places = codecs[0].positions(0, start, tokens)
-    tensors = [torch.empty_like(tensor) for tensor in in_a_row]
-    store_channels(layout, specs, x, tensors, places)
+    tensors = to_tensors(layout, specs, x, places)
     expected = channels(
         layout, specs, decode(plain[-1], 0, encode(plain, 0, in_a_row, start), in_a_row, start),
         start,

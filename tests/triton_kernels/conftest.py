@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ if not torch.cuda.is_available():
     importlib.reload(triton.language)
 
 from hf_cachegen.triton_kernels import delta, rans, transform
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the samples beside this file
 
 settings.register_profile("kernels", deadline=None, derandomize=True, max_examples=10)
 settings.load_profile("kernels")

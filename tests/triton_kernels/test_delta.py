@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kernel_samples import ROPES, START, assert_rounds, decode_on_gpu, rope_of, rotary_of
 
 from hf_cachegen.codec import kernel_codec
 from hf_cachegen.codec.bank import IntegerBank, normalise_counts
@@ -10,16 +11,10 @@ from hf_cachegen.codec.base import PlacedSegment
 from hf_cachegen.codec.delta import DeltaCodec, DeltaConfig, DeltaTables
 from hf_cachegen.codec.rope import rotate
 from hf_cachegen.errors import FormatError
-from hf_cachegen.layout import KVLayout, LayerSpec, RopeSpec, TensorSpec
+from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 from hf_cachegen.triton_kernels.delta import DeltaChannels, DeltaSegment, reconstruct
-from hf_cachegen.triton_kernels.pairs import Rotary
-
-START = 1000
-
-
-def rope_of(n, pairing):
-    inv_freq = tuple((10_000.0 ** -(torch.arange(n) / n)).tolist())
-    return RopeSpec(inv_freq=inv_freq, attention_scaling=1.2, pairing=pairing)
+from hf_cachegen.triton_kernels.pairs import Place, Rotary
+from hf_cachegen.triton_kernels.transform import CoefficientPlane, LevelPlanes, join
 
 
 def expected_values(anchors, differences, channels, group, rope, heads):
@@ -48,37 +43,13 @@ def sample(channels, tokens, group, dtype=torch.int16):
     return draw(127, n_groups), draw(40, tokens - n_groups), parameters
 
 
-def rotary_of(rope, tokens, device):
-    if rope is None:
-        return None
-    positions = torch.arange(START, START + tokens, dtype=torch.float32)
-    angles = torch.outer(positions, torch.tensor(rope.inv_freq))
-    cos, sin = angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
-    return Rotary(cos.to(device), sin.to(device), rope.pairing)
-
-
 def run(anchors, differences, parameters, group, rope, out):
     device = out.device
     integers = torch.cat([anchors.flatten(), differences.flatten()]).to(device)
     tokens = anchors.shape[1] + differences.shape[1]
     channels = DeltaChannels(*(p.to(device) for p in parameters), first=0, total=len(anchors))
-    segment = DeltaSegment(0, anchors.numel(), tokens)
+    segment = DeltaSegment(0, anchors.numel(), Place(tokens))
     reconstruct(integers, [segment], channels, group, rotary_of(rope, tokens, device), out[None])
-
-
-def assert_rounds(found, expected):
-    """To the dtype's precision: fp32 operations may fuse, and bf16 is cut off when interpreted."""
-    ulp = 2 * torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=ulp, atol=1e-5 + 0.1 * ulp)
-
-
-ROPES = {
-    "none": None,
-    "half": rope_of(4, "half"),
-    "half partial": rope_of(3, "half"),
-    "interleaved": rope_of(4, "interleaved"),
-    "interleaved partial": rope_of(1, "interleaved"),
-}
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
@@ -142,7 +113,7 @@ def test_segments_of_several_chunks_and_contexts_in_one_launch(device, poisoned,
     rope = rope_of(3, "half")
     for tokens, batch, place in chunks:
         anchors, differences, _ = sample(total, tokens, 10)
-        segments.append(DeltaSegment(at, at + anchors.numel(), tokens, batch, place, 0))
+        segments.append(DeltaSegment(at, at + anchors.numel(), Place(tokens, batch, place, 0)))
         pieces += [anchors.flatten(), differences.flatten()]
         at += anchors.numel() + differences.numel()
         rows = slice(first, first + heads * dim)
@@ -167,23 +138,29 @@ def test_no_segments_launch_nothing(device, guards):
     assert guards["delta_kernel"].launches == 0
 
 
-GOOD = {"segment": DeltaSegment(0, 12, 20), "first": 0, "group": 10, "positions": 20, "pairs": 2}
+GOOD = {
+    "segment": DeltaSegment(0, 12, Place(20)),
+    "first": 0,
+    "group": 10,
+    "positions": 20,
+    "pairs": 2,
+}
 
 
 @pytest.mark.parametrize(
     ("hostile", "match"),
     [
-        ({"segment": DeltaSegment(-1, 12, 20)}, "segments inside"),
-        ({"segment": DeltaSegment(109, 12, 20)}, "segments inside"),
-        ({"segment": DeltaSegment(0, 13, 20)}, "segments inside"),
-        ({"segment": DeltaSegment(0, 12, 21)}, "segments inside"),
-        ({"segment": DeltaSegment(0, 12, 20, batch=1)}, "segments inside"),
-        ({"segment": DeltaSegment(0, 12, 20, first_token=6)}, "segments inside"),
-        ({"segment": DeltaSegment(0, 12, 20, position=1)}, "segments inside"),
-        ({"segment": DeltaSegment(0, 12, 2**62)}, "segments inside"),
-        ({"segment": DeltaSegment(2**63 - 1, 12, 20)}, "segments inside"),
-        ({"segment": DeltaSegment(0, 12, 20, first_token=2**63 - 1)}, "segments inside"),
-        ({"group": -1}, "segments inside"),
+        ({"segment": DeltaSegment(-1, 12, Place(20))}, "segments inside"),
+        ({"segment": DeltaSegment(109, 12, Place(20))}, "segments inside"),
+        ({"segment": DeltaSegment(0, 13, Place(20))}, "segments inside"),
+        ({"segment": DeltaSegment(0, 12, Place(21))}, "segments inside"),
+        ({"segment": DeltaSegment(0, 12, Place(20, batch=1))}, "segments inside"),
+        ({"segment": DeltaSegment(0, 12, Place(20, first_token=6))}, "segments inside"),
+        ({"segment": DeltaSegment(0, 12, Place(20, position=1))}, "segments inside"),
+        ({"segment": DeltaSegment(0, 12, Place(2**62))}, "segments inside"),
+        ({"segment": DeltaSegment(2**63 - 1, 12, Place(20))}, "segments inside"),
+        ({"segment": DeltaSegment(0, 12, Place(20, first_token=2**63 - 1))}, "segments inside"),
+        ({"group": -1}, "a group of 0 or more"),
         ({"first": 1}, "channels of 6"),
         ({"pairs": 4}, "pairs of 6 channels"),
     ],
@@ -203,12 +180,39 @@ def test_what_lies_outside_is_refused_before_the_launch(hostile, match, device, 
     assert guards["delta_kernel"].launches == 1
 
 
-def small_codec():
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda integers: integers.long(),
+        lambda integers: integers.to(torch.uint8),
+        lambda integers: integers.repeat_interleave(2)[::2],
+        lambda integers: integers.view(2, -1),
+    ],
+)
+def test_integers_of_another_kind_are_refused_before_the_launch(change, device, guards):
+    _, _, parameters = sample(6, 1, 10)
+    channels = DeltaChannels(*(p.to(device) for p in parameters), first=0, total=6)
+    integers = torch.zeros(120, dtype=torch.int16, device=device)
+    out = torch.zeros((1, 1, 25, 6), device=device)
+    with pytest.raises(ValueError, match="contiguous integers"):
+        reconstruct(change(integers), [GOOD["segment"]], channels, 10, None, out)
+    plane = CoefficientPlane(10, 0, 6, 0, 0, 0, [LevelPlanes(0, 0, 4)])
+    coefficients = torch.zeros(10, 8, dtype=torch.float16, device=device)
+    low_bits = torch.zeros(0, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="contiguous integers"):
+        join(change(integers), [plane], low_bits, coefficients)
+    assert guards["delta_kernel"].launches == guards["transform_join_kernel"].launches == 0
+    reconstruct(integers, [GOOD["segment"]], channels, 10, None, out)
+    join(integers, [plane], low_bits, coefficients)
+    assert guards["delta_kernel"].launches == guards["transform_join_kernel"].launches == 1
+
+
+def small_codec(sinks=0):
     """A codec of two tensors with 24 channels, and a segment in which some integers escape."""
     specs = (TensorSpec(name="k", heads=2, dim=8, rope="r"), TensorSpec(name="v", heads=2, dim=4))
     layer = LayerSpec(kind="full_attention", tensors=specs)
     layout = KVLayout(dtype="float16", ropes={"r": rope_of(4, "half")}, layers=(layer,))
-    config = DeltaConfig(factors=(1.0,), bins=(0.2,), sinks=0, tables="tensor")
+    config = DeltaConfig(factors=(1.0,), bins=(0.2,), sinks=sinks, tables="tensor")
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.rand(24, generator=generator).numpy() + 0.1 for _ in range(3)]
     tables = DeltaTables(config, *vectors, laplace_bank(256, -128), (laplace_bank(12, -6),))
@@ -224,16 +228,12 @@ def laplace_bank(size, lo):
     return IntegerBank(freqs, starts, np.array([lo, lo], np.int32))
 
 
-def decode_on_gpu(codec, data, out):
-    codec._decode_on_gpu(0, [PlacedSegment(data, 0, out[0].shape[1])], out, START)
-
-
 def test_a_segment_decodes_to_what_the_cpu_gives(device, poisoned, guards):
     codec, data = small_codec()
     expected = [torch.empty((2, 43, d), dtype=torch.float16) for d in (8, 4)]
     codec.decode_into(0, data, expected, START)
     out = [poisoned((2, 43, d), torch.float16) for d in (8, 4)]
-    decode_on_gpu(codec, data, out)
+    decode_on_gpu(codec, 0, data, out)
     for found, tensor in zip(out, expected, strict=True):
         assert_rounds(found, tensor.float())
     assert guards["fill_escapes_kernel"].launches == 1
@@ -252,14 +252,7 @@ def test_a_damaged_segment_is_refused(device, poisoned):
     codec, data = small_codec()
     out = [poisoned((2, 43, d), torch.float16) for d in (8, 4)]
     with pytest.raises(FormatError, match="damaged"):
-        decode_on_gpu(codec, data[:-1] + bytes([data[-1] ^ 1]), out)
-
-
-def sink_codec():
-    """As :func:`small_codec`, with three sinks."""
-    codec, _ = small_codec()
-    codec.config = codec.config.model_copy(update={"sinks": 3})
-    return codec
+        decode_on_gpu(codec, 0, data[:-1] + bytes([data[-1] ^ 1]), out)
 
 
 CHUNKS = [(0, 2), (2, 20), (40, 9), (22, 1)]
@@ -270,7 +263,7 @@ def test_many_segments_decode_to_what_each_does(device, poisoned, guards, monkey
     """In one launch, and nothing between them is written."""
     if device.type == "cpu":
         monkeypatch.setattr(kernel_codec, "takes_kernels", lambda out: True)
-    codec, segments = sink_codec(), []
+    codec, segments = small_codec(sinks=3)[0], []
     out = [poisoned((2, 50, d), torch.float16) for d in (8, 4)]
     expected = [tensor.cpu().clone() for tensor in out]
     for first, tokens in CHUNKS:

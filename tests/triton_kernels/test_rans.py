@@ -15,7 +15,7 @@ from triton import knobs
 from hf_cachegen.codec import entropy, rans_triton
 from hf_cachegen.codec import rans as spec
 from hf_cachegen.codec.bank import IntegerBank, TableBank, normalise_counts
-from hf_cachegen.config import RANS_LANES
+from hf_cachegen.config import RANS_LANES, RANS_STATE_WORDS
 from hf_cachegen.errors import BackendUnavailable, FormatError
 from hf_cachegen.triton_kernels import rans
 from hf_cachegen.triton_kernels.streams import EntryTables, PlaneShape, PlaneShapes
@@ -199,7 +199,7 @@ def test_random_words_stay_inside_every_buffer(device):
     rng = np.random.default_rng(4)
     for _ in range(4):
         words = rng.integers(0, 20, 3)
-        body = rng.bytes(3 * 2 * spec.STATE_WORDS + 2 * int(words.sum()))
+        body = rng.bytes(3 * 2 * RANS_STATE_WORDS + 2 * int(words.sum()))
         data = words.astype("<u4").tobytes() + body
         plain = decode_or_none(spec.decode_plane, data, symbols.shape, ids, bank, 1)
         kernel = decode_or_none(decode, data, symbols.shape, ids, bank, 1, device)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from kernel_samples import ROPES, START, assert_rounds, decode_on_gpu, rope_of, rotary_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_cachegen.codec import kernel_codec
@@ -16,7 +17,7 @@ from hf_cachegen.codec.base import PlacedSegment
 from hf_cachegen.codec.channels import store_channels
 from hf_cachegen.codec.importance import Importance
 from hf_cachegen.codec.planes import ByteReader
-from hf_cachegen.codec.rope import cos_sin, rotate
+from hf_cachegen.codec.rope import rotate
 from hf_cachegen.codec.scale_classes import N_CLASSES, n_coded
 from hf_cachegen.codec.transform import TransformCodec
 from hf_cachegen.codec.transform_matrices import scaled_basis, synthesis_matrix, unwhiteners
@@ -27,17 +28,11 @@ from hf_cachegen.codec.transform_tables import (
     TransformTables,
 )
 from hf_cachegen.errors import FormatError
-from hf_cachegen.layout import KVLayout, LayerSpec, RopeSpec, TensorSpec
+from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 from hf_cachegen.triton_kernels import transform as kernels
-from hf_cachegen.triton_kernels.pairs import Rotary
+from hf_cachegen.triton_kernels.pairs import Place
 
 TABLE = Path(__file__).parents[2] / "model_tables" / "HuggingFaceTB--SmolLM2-135M-Instruct"
-START = 1000
-
-
-def rope_of(n, pairing):
-    inv_freq = tuple((10_000.0 ** -(torch.arange(n) / n)).tolist())
-    return RopeSpec(inv_freq=inv_freq, attention_scaling=1.2, pairing=pairing)
 
 
 def draw_planes(n_rows, tokens, dtype=torch.int16, seed=0, largest=100):
@@ -191,12 +186,13 @@ def test_planes_outside_are_refused_before_the_launch(change, device, guards):
 def stored_values(product, segment, channels, rope, heads):
     """Values float32 [H, T, D] of a segment, by the codec's own arithmetic."""
     values, rows, scales = (tensor.cpu() for tensor in product)
-    where = slice(segment.token, segment.token + segment.tokens)
+    tokens = segment.place.tokens
+    where = slice(segment.token, segment.token + tokens)
     width = len(channels.mean)
     x = values[rows[where].long(), channels.first : channels.first + width]
     x = x * (scales[where, None] * channels.scale.cpu()) + channels.mean.cpu()
-    x = x.view(segment.tokens, heads, width // heads).transpose(0, 1)
-    return x if rope is None else rotate(x, rope, START + segment.position)
+    x = x.view(tokens, heads, width // heads).transpose(0, 1)
+    return x if rope is None else rotate(x, rope, START + segment.place.position)
 
 
 def draw_product(tokens, width, device, seed=0):
@@ -213,28 +209,6 @@ def draw_channels(n, first, device):
     return kernels.TransformChannels(mean.contiguous(), scale.contiguous(), first)
 
 
-def rotary_of(rope, tokens, device):
-    if rope is None:
-        return None
-    like = torch.empty(1, tokens, 1)
-    return Rotary(*(table.to(device) for table in cos_sin(rope, START, like)), rope.pairing)
-
-
-ROPES = {
-    "none": None,
-    "half": rope_of(4, "half"),
-    "half partial": rope_of(3, "half"),
-    "interleaved": rope_of(4, "interleaved"),
-    "interleaved partial": rope_of(1, "interleaved"),
-}
-
-
-def assert_rounds(found, expected):
-    """To the dtype's precision: fp32 operations may fuse, and bf16 is cut off when interpreted."""
-    ulp = 2 * torch.finfo(found.dtype).eps
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=ulp, atol=1e-5 + 0.1 * ulp)
-
-
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens", [1, 33])
@@ -244,22 +218,20 @@ def test_values_are_stored_in_place(tokens, dtype, rope, device, poisoned):
     whole = poisoned((45, 2, dim + 1, heads), dtype)
     out = whole[:, :, :dim].permute(1, 3, 0, 2)
     before = whole.clone()
-    places = [
-        kernels.TransformSegment(5, tokens, 1, 10, 10),
-        kernels.TransformSegment(0, 5, 0, 2, 2),
-        kernels.TransformSegment(5, 0, 0, 9, 9),
+    segments = [
+        kernels.TransformSegment(5, Place(tokens, 1, 10, 10)),
+        kernels.TransformSegment(0, Place(5, 0, 2, 2)),
+        kernels.TransformSegment(5, Place(0, 0, 9, 9)),
     ]
     product = draw_product(5 + tokens, first + heads * dim + 2, device)
     channels = draw_channels(heads * dim, first, device)
-    kernels.store(product, places, channels, rotary_of(rope, 45, device), out)
-    for place in places:
-        held = out[place.batch, :, place.first_token : place.first_token + place.tokens]
-        assert_rounds(held, stored_values(product, place, channels, rope, heads))
-        held.copy_(
-            before[:, :, :dim].permute(1, 3, 0, 2)[
-                place.batch, :, place.first_token : place.first_token + place.tokens
-            ]
-        )
+    kernels.store(product, segments, channels, rotary_of(rope, 45, device), out)
+    for segment in segments:
+        n, batch, first_token, _ = segment.place
+        held = out[batch, :, first_token : first_token + n]
+        assert_rounds(held, stored_values(product, segment, channels, rope, heads))
+        untouched = before[:, :, :dim].permute(1, 3, 0, 2)
+        held.copy_(untouched[batch, :, first_token : first_token + n])
     assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -268,24 +240,24 @@ def test_any_head(heads, dim, device, poisoned):
     product = draw_product(9, heads * dim, device)
     channels = draw_channels(heads * dim, 0, device)
     out = poisoned((1, heads, 9, dim), torch.float32)
-    place = kernels.TransformSegment(0, 9)
+    segment = kernels.TransformSegment(0, Place(9))
     rope = rope_of(dim // 4, "half") if dim > 4 else None
-    kernels.store(product, [place], channels, rotary_of(rope, 9, device), out)
-    assert_rounds(out[0], stored_values(product, place, channels, rope, heads))
+    kernels.store(product, [segment], channels, rotary_of(rope, 9, device), out)
+    assert_rounds(out[0], stored_values(product, segment, channels, rope, heads))
 
 
 @pytest.mark.parametrize(
     ("segment", "first", "match"),
     [
-        (kernels.TransformSegment(0, 21), 0, "segments inside"),
-        (kernels.TransformSegment(1, 20), 0, "segments inside"),
-        (kernels.TransformSegment(-1, 20), 0, "segments inside"),
-        (kernels.TransformSegment(0, 20, batch=1), 0, "segments inside"),
-        (kernels.TransformSegment(0, 20, first_token=6), 0, "segments inside"),
-        (kernels.TransformSegment(0, 20, position=1), 0, "segments inside"),
-        (kernels.TransformSegment(2**63 - 1, 20), 0, "segments inside"),
-        (kernels.TransformSegment(0, 20), 1, "channels of 6"),
-        (kernels.TransformSegment(0, 20), -1, "channels of 6"),
+        (kernels.TransformSegment(0, Place(21)), 0, "segments inside"),
+        (kernels.TransformSegment(1, Place(20)), 0, "segments inside"),
+        (kernels.TransformSegment(-1, Place(20)), 0, "segments inside"),
+        (kernels.TransformSegment(0, Place(20, batch=1)), 0, "segments inside"),
+        (kernels.TransformSegment(0, Place(20, first_token=6)), 0, "segments inside"),
+        (kernels.TransformSegment(0, Place(20, position=1)), 0, "segments inside"),
+        (kernels.TransformSegment(2**63 - 1, Place(20)), 0, "segments inside"),
+        (kernels.TransformSegment(0, Place(20)), 1, "channels of 6"),
+        (kernels.TransformSegment(0, Place(20)), -1, "channels of 6"),
     ],
 )
 def test_segments_outside_are_refused_before_the_launch(segment, first, match, device, guards):
@@ -295,7 +267,7 @@ def test_segments_outside_are_refused_before_the_launch(segment, first, match, d
     with pytest.raises(ValueError, match=match):
         kernels.store(product, [segment], channels, rotary, out)
     assert guards["transform_store_kernel"].launches == 0
-    good = kernels.TransformSegment(0, 20)
+    good = kernels.TransformSegment(0, Place(20))
     kernels.store(product, [good], channels._replace(first=0), rotary, out)
     assert guards["transform_store_kernel"].launches == 1
 
@@ -434,10 +406,6 @@ def decode_on_cpu(codec, layer, data, tensors, start):
     out = [torch.empty_like(tensor) for tensor in tensors]
     codec.decode_into(layer, data, out, start)
     return out
-
-
-def decode_on_gpu(codec, layer, data, out, start):
-    codec._decode_on_gpu(layer, [PlacedSegment(data, 0, out[0].shape[1])], out, start)
 
 
 def rms(x):
