@@ -9,6 +9,7 @@ import ssl
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,15 @@ from hf_cachegen.stores.transfer import Transfer, TransientError, check_status, 
 TIMEOUT_S = 10.0
 RETRIES = 5
 MAX_REDIRECTS = 5
+
+RECENT_ANSWERS = 16
+MIN_SILENCE_S = 0.3
+SILENCE_RATIO = 4.0
+"""A server that has answered so far is silent if it is so for this many times as long, and for
+:data:`MIN_SILENCE_S`."""
+
+SILENCE_GROWTH = 4.0
+"""Each attempt waits so many times as long as the one before, should the server be slow today."""
 
 _BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
 
@@ -33,6 +43,12 @@ class RangeClient:
         Sent to the host of a request, dropped when it redirects to another one.
     timeout_s, retries
         As :class:`~hf_cachegen.stores.HttpStore`.
+
+    Notes
+    -----
+    Often it is one connection that stalls and not the server. So a read is asked for again on
+    another one long before ``timeout_s`` if it is silent for much longer than the server's answers
+    have taken so far. Only its last attempt waits for ``timeout_s`` in any case.
     """
 
     def __init__(self, headers: Mapping[str, str], timeout_s: float, retries: int) -> None:
@@ -41,8 +57,9 @@ class RangeClient:
         self._headers = dict(headers)
         self._timeout_s = timeout_s
         self._retries = retries
-        self._client = httpx.Client(timeout=timeout_s, verify=_tls())
+        self._client = httpx.Client(verify=_tls())
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._answers_s: deque[float] = deque(maxlen=RECENT_ANSWERS)
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -57,7 +74,7 @@ class RangeClient:
         with self._readable_errors(url):
             for attempt in self._attempts():
                 with attempt:
-                    yield from self._attempt(transfer)
+                    yield from self._attempt(transfer, attempt.retry_state.attempt_number)
 
     def exists(self, url: httpx.URL) -> bool:
         """Whether the server has the file."""
@@ -78,9 +95,9 @@ class RangeClient:
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
         self._client.close()
 
-    def _attempt(self, transfer: Transfer) -> Generator[bytes, None, None]:
-        started_s = time.monotonic()
-        with self._get(transfer.url, transfer.range_header()) as response:
+    def _attempt(self, transfer: Transfer, number: int) -> Generator[bytes, None, None]:
+        started_s, silence_s = time.monotonic(), self._silence_s(number)
+        with self._get(transfer.url, transfer.range_header(), silence_s) as response:
             if response.status_code == 416 and transfer.ends_at(response):
                 return
             check_status(response, transfer.url)
@@ -96,10 +113,10 @@ class RangeClient:
         transfer.finish()
 
     def _has(self, url: httpx.URL) -> bool:
-        with self._open("HEAD", url, {}) as response:
+        with self._open("HEAD", url, {}, self._timeout_s) as response:
             status = response.status_code
         if status in (405, 501):
-            with self._get(url, {"Range": "bytes=0-0"}) as response:
+            with self._get(url, {"Range": "bytes=0-0"}, self._timeout_s) as response:
                 status = response.status_code
         if status in (404, 410):
             return False
@@ -107,24 +124,40 @@ class RangeClient:
             check_status(response, url)
         return True
 
+    def _silence_s(self, attempt: int) -> float:
+        """How long an attempt, counted from 1, waits for anything to come."""
+        with self._lock:
+            slowest_s = max(self._answers_s, default=None)
+        if slowest_s is None or attempt > self._retries:
+            return self._timeout_s
+        first_s = max(MIN_SILENCE_S, SILENCE_RATIO * slowest_s)
+        return min(first_s * SILENCE_GROWTH ** (attempt - 1), self._timeout_s)
+
     def _get(
-        self, url: httpx.URL, headers: dict[str, str]
+        self, url: httpx.URL, headers: dict[str, str], silence_s: float
     ) -> contextlib.AbstractContextManager[httpx.Response]:
         # Identity: a range counts the bytes of the file, not those of a compressed body.
-        return self._open("GET", url, {"Accept-Encoding": "identity", **headers})
+        return self._open("GET", url, {"Accept-Encoding": "identity", **headers}, silence_s)
 
     @contextlib.contextmanager
     def _open(
-        self, method: str, url: httpx.URL, headers: dict[str, str]
+        self, method: str, url: httpx.URL, headers: dict[str, str], silence_s: float
     ) -> Iterator[httpx.Response]:
         """Send a request and follow its redirects, without the credentials on other hosts."""
         target = url
         for _ in range(MAX_REDIRECTS + 1):
             own = self._headers if _origin(target) == _origin(url) else {}
             request = self._client.build_request(
-                method, target, headers={**own, **headers}, extensions={"trace": self._trace}
+                method,
+                target,
+                headers={**own, **headers},
+                timeout=silence_s,
+                extensions={"trace": self._trace},
             )
+            started_s = time.monotonic()
             response = self._client.send(request, stream=True)
+            with self._lock:
+                self._answers_s.append(time.monotonic() - started_s)
             try:
                 if response.next_request is None:
                     yield response
@@ -180,6 +213,8 @@ def _tls() -> ssl.SSLContext:
 
 def _wait_s(state: tenacity.RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, httpx.TimeoutException):
+        return 0.0  # it has waited already
     asked_s = error.retry_after_s if isinstance(error, TransientError) else None
     return max(asked_s or 0.0, _BACKOFF(state))
 

@@ -67,10 +67,8 @@ class LayeredPolicy(Policy):
         if estimate is None:
             return None
         slower = replace(estimate, log_mean=estimate.log_mean - CAUTION * estimate.log_spread)
-        for rates in (
-            slower,
-            estimate,
-        ):  # what is not sure to fit, but probably does, is worth a try
+        # Where nothing is sure to fit, what probably does is worth a try.
+        for rates in (slower, estimate):
             budget = _Budget.until(stop_s, state, rates)
             plan = self._plan(state, budget)
             if plan:
@@ -141,8 +139,9 @@ class LayeredPolicy(Policy):
     ) -> list[_Option]:
         """Coarser levels on the way to those of a plan, as far as there is time for them beside it.
 
-        The processor decodes a chunk once more for it, in a time that has to be known. The link carries no more bytes where
-        levels nest, and should it fail, every chunk has something instead of some everything.
+        The processor decodes a chunk once more for it, in a time that has to be known. The link
+        carries no more bytes where levels nest, and should it fail, every chunk has something
+        instead of some everything.
         """
         link_s = budget.link_s - sum(option.transfer_s for option in plan)
         compute_s = budget.compute_s - sum(option.decode_s for option in plan)
