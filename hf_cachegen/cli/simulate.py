@@ -58,7 +58,8 @@ def simulate(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only these: text, fixed (every level), fixed:<level>, paper, robust, layered.",
+            help="Only these: text, fixed or soonest (every level), fixed:<level>, "
+            "soonest:<level>, paper, robust, layered.",
             show_default=False,
         ),
     ] = None,

@@ -10,6 +10,7 @@ from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
 from hf_cachegen.streaming.robust import RobustPolicy
 
 __all__ = [
+    "OF_A_LEVEL",
     "TEXT",
     "FixedLevel",
     "LayeredPolicy",
@@ -17,10 +18,15 @@ __all__ = [
     "Policy",
     "Refinement",
     "RobustPolicy",
+    "Soonest",
     "StreamState",
     "TextOnly",
     "policy_for",
 ]
+
+
+OF_A_LEVEL = ("fixed", "soonest")
+"""Policies whose name goes on with ``:<level>``."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,23 @@ class FixedLevel(Policy):
 
     def choose(self, state: StreamState) -> int:
         return self.level
+
+
+@dataclass(frozen=True)
+class Soonest(Policy):
+    """Everything at a level or as text, whichever way all of it is there first.
+
+    The model recomputes the first chunks while the link brings the others, as long as that is not
+    slower: both work at once. With an exact level, the context is exact.
+    """
+
+    level: int
+
+    def choose(self, state: StreamState) -> int:
+        estimate = state.estimate()
+        if estimate is None:
+            return self.level
+        return TEXT if state.text_is_as_soon(estimate, self.level) else self.level
 
 
 @dataclass(frozen=True)
@@ -92,11 +115,11 @@ def policy_for(
     Parameters
     ----------
     name
-        ``fixed:<level>``, ``text``, ``paper``, ``robust`` or ``layered``.
+        ``fixed:<level>``, ``soonest:<level>``, ``text``, ``paper``, ``robust`` or ``layered``.
     levels, losses
         Names of the levels, coarse to fine, and the loss of quality of each; 0 for exact ones.
     target_s
-        Time to first token to meet; all but ``fixed`` and ``text`` need it.
+        Time to first token to meet; ``paper``, ``robust`` and ``layered`` need it.
     nested
         How many of the coarsest levels nest, see :class:`LayeredPolicy`.
 
@@ -106,15 +129,17 @@ def policy_for(
         The name or the level is unknown, or the target is missing.
     """
     kind, _, level = name.partition(":")
-    if kind == "fixed":
+    if kind in OF_A_LEVEL:
         if level not in levels:
             raise ValueError(f"unknown level {level!r}; expected one of {', '.join(levels)}")
-        return FixedLevel(list(levels).index(level))
+        index = list(levels).index(level)
+        return FixedLevel(index) if kind == "fixed" else Soonest(index)
     if name == "text":
         return TextOnly()
     if name not in ("paper", "robust", "layered"):
         raise ValueError(
-            f"unknown policy {name!r}; expected fixed:<level>, text, paper, robust or layered"
+            f"unknown policy {name!r}; expected fixed:<level>, soonest:<level>, text, paper, "
+            "robust or layered"
         )
     if target_s is None or target_s <= 0:
         raise ValueError(f"policy {name!r} needs a target of more than 0 seconds, got {target_s}")

@@ -129,23 +129,31 @@ class StreamState:
         return self.compute_begin_s() + work_s <= deadline_s
 
     def text_saves_time(self, deadline_s: float) -> bool:
-        """Whether all that remains is there as soon if the next chunk is recomputed.
+        """Whether a deadline is hopeless, and recomputing the next chunk makes it late by less.
 
-        The link goes on with the chunks after it meanwhile, and has one less to bring. A deadline
-        that luck may yet meet is not given up for it.
+        A deadline that luck may yet meet is not given up for it.
         """
         estimate = self.estimate()
-        if not self.recompute_s or estimate is None:
+        if estimate is None:
             return False
         level = self.soonest_level(estimate)
         smallest = self.smallest_remaining_bytes()
         late = estimate.late_probability(smallest, deadline_s - self.elapsed_s)
         if self.compute_begin_s() + self.remaining_decode_s(level) > deadline_s:
             late = 1.0
+        return late > HOPELESS and self.text_is_as_soon(estimate, level)
+
+    def text_is_as_soon(self, estimate: RateEstimate, level: int) -> bool:
+        """Whether all that remains is there as soon as at a level if the next chunk is recomputed.
+
+        The link goes on with the chunks after it meanwhile, and has one less to bring.
+        """
+        if not self.recompute_s:
+            return False
         arrived_s = self.elapsed_s + estimate.median_s(sum(self.remaining_bytes(level)[1:]))
         work_s = self.recompute_s[self.next_chunk] + self.remaining_decode_s(level, skip=1)
         ready_s = max(arrived_s, self.compute_begin_s() + work_s)
-        return late > HOPELESS and ready_s <= self.ready_s(estimate, level)
+        return ready_s <= self.ready_s(estimate, level)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hf_cachegen.streaming.controller import (
     PaperPolicy,
     Policy,
     RobustPolicy,
+    Soonest,
     StreamState,
     TextOnly,
     policy_for,
@@ -95,6 +96,20 @@ def test_paper_takes_text_when_all_of_it_fits():
     assert policy.choose(state(recompute_s=[0.26] * 4)) == 2
     assert policy.choose(state(recompute_s=[0.25] * 4, compute_free_s=0.1)) == 2
     assert policy.choose(state(recompute_s=[0.25] * 4, tail_s=0.1)) == 2
+
+
+def test_soonest_recomputes_what_is_there_no_later_that_way():
+    """40 MB a chunk at level 2, and 100 MB/s: four chunks take 1.6 s, three 1.2 s."""
+    known = state(throughputs_bytes_per_s=[1e8], recompute_s=[0.6] * 4, decode_s=[(0.0,) * 4] * 4)
+    assert Soonest(2).choose(known) == TEXT
+    # One more would be there after 1.19 s, and the three chunks that are left take 1.2 s.
+    again = dataclasses.replace(known, chosen=(TEXT,), compute_free_s=0.59)
+    assert Soonest(2).choose(again) == TEXT
+    assert Soonest(2).choose(dataclasses.replace(again, compute_free_s=0.61)) == 2
+    assert Soonest(0).choose(again) == 0
+    # Nothing is known of the link, or chunks cannot be recomputed.
+    assert Soonest(2).choose(dataclasses.replace(known, throughputs_bytes_per_s=())) == 2
+    assert Soonest(2).choose(dataclasses.replace(known, recompute_s=())) == 2
 
 
 @given(states(), st.floats(0.1, 5))

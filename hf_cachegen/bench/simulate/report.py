@@ -12,7 +12,7 @@ from hf_cachegen.bench.simulate.clock import Costs, Outcome, context_costs, stre
 from hf_cachegen.bench.simulate.links import Link, TraceName, make_link
 from hf_cachegen.bench.simulate.presets import LADDERS, SETUPS, Ladder, Setup
 from hf_cachegen.config import CHUNK_TOKENS
-from hf_cachegen.streaming.controller import TEXT, Policy, policy_for
+from hf_cachegen.streaming.controller import OF_A_LEVEL, TEXT, Policy, policy_for
 
 SCHEMA = 1
 POLICIES = ("text", "fixed", "paper", "robust", "layered")
@@ -28,7 +28,7 @@ class SimulationConfig:
         See :mod:`~hf_cachegen.bench.simulate.presets`.
     policies
         Names as :func:`~hf_cachegen.streaming.controller.policy_for` takes them, for every ladder;
-        ``fixed`` stands for each of its levels.
+        ``fixed`` and ``soonest`` stand for each of its levels.
     trace, gbps, low_gbps, high_gbps
         See :func:`~hf_cachegen.bench.simulate.links.make_link`.
     target_s
@@ -172,7 +172,7 @@ def _policies(config: SimulationConfig, ladder: Ladder) -> Iterator[tuple[str, P
     for name in config.policies:
         if name == "text" and ladder is not config.ladders[0]:
             continue
-        for one in [f"fixed:{level}" for level in ladder.names] if name == "fixed" else [name]:
+        for one in [f"{name}:{level}" for level in ladder.names] if name in OF_A_LEVEL else [name]:
             yield (
                 one,
                 policy_for(
