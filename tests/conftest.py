@@ -19,8 +19,9 @@ for _name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
     os.environ.pop(_name, None)
 
 import contextlib  # noqa: E402
+import socket  # noqa: E402
 from collections import Counter  # noqa: E402
-from collections.abc import Callable, Iterable, Iterator, Sequence  # noqa: E402
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -36,6 +37,7 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
 )
 
+from hf_cachegen.bench.kernel_link import check_kernel_links  # noqa: E402
 from hf_cachegen.codec import gpu  # noqa: E402
 from hf_cachegen.codec.bank import TableBank, normalise_counts  # noqa: E402
 from hf_cachegen.codec.integer_tables import build_integer_bank  # noqa: E402
@@ -49,6 +51,7 @@ from hf_cachegen.codec.transform_tables import (  # noqa: E402
     layer_groups,
 )
 from hf_cachegen.layout import KVLayout  # noqa: E402
+from hf_cachegen.stores.local import LocalStore  # noqa: E402
 from hf_cachegen.streaming.policy import Policy, Refinement, StreamState  # noqa: E402
 
 # On tensors this small, threads only wait for each other, the more so under pytest-xdist.
@@ -123,11 +126,12 @@ def random_transform_tables() -> Callable[..., TransformTables]:
         rng = np.random.default_rng(seed)
         params = TransformConfig(**{"group": 2, "step": 0.5, "levels": 2, **config})
         groups = layer_groups(layout, params.group)
-        counts = rng.integers(1, 100, (N_CLASSES, 9), np.int32)
+        counts = rng.integers(1, 100, (N_CLASSES, 10), np.int32)
+        counts[:, -1] = 0  # no other integers
         return TransformTables(
             params,
             tuple(_random_group(rng, layout, group) for group in groups),
-            build_integer_bank(counts, -4, np.zeros(N_CLASSES, np.int32)),
+            build_integer_bank(counts, -4),
             TableBank(normalise_counts(np.ones(3 * N_CLASSES), THIRDS_STARTS), THIRDS_STARTS),
             np.ones(params.levels, np.float32),
         )
@@ -182,6 +186,31 @@ def scripted() -> type[Scripted]:
     return Scripted
 
 
+class RecordingStore(LocalStore):
+    """A folder that remembers what was read of it: path, offset and size."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reads: list[tuple[str, int, int | None]] = []
+
+    def _pieces(
+        self, path: str, offset: int, size: int | None, max_bytes: int
+    ) -> Generator[bytes, None, None]:
+        self.reads.append((path, offset, size))
+        return super()._pieces(path, offset, size, max_bytes)
+
+    @property
+    def paths(self) -> list[str]:
+        """Which files were read."""
+        return [path for path, _, _ in self.reads]
+
+
+@pytest.fixture(scope="session")
+def recording_store() -> type[RecordingStore]:
+    """``recording_store(folder)``, see :class:`RecordingStore`."""
+    return RecordingStore
+
+
 def _threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if t.name.startswith("hf-cachegen")}
 
@@ -198,6 +227,22 @@ def threads_end() -> Callable[[], bool]:
         return not _threads() - before
 
     return threads_end
+
+
+@pytest.fixture
+def kernel_links() -> Iterator[None]:
+    """Skip where tc cannot shape links; afterwards, the devices of the test have to be gone."""
+    try:
+        check_kernel_links()
+    except OSError as error:
+        pytest.skip(str(error))
+    before = set(socket.if_nameindex())
+    yield
+    left = set(socket.if_nameindex()) - before  # those of other workers go with their tests
+    deadline = time.monotonic() + 10
+    while left & set(socket.if_nameindex()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left & set(socket.if_nameindex())
 
 
 class SimulatedStream:

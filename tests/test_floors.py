@@ -116,6 +116,27 @@ def test_every_module_has_a_floor() -> None:
     assert {"container", "codec", "hf", KERNELS} <= units
 
 
+def documented() -> set[str]:
+    """Dotted names of all that the table of docs/architecture.md has a row for."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Modules")[1]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    return {f"{PACKAGE}.{name.replace('/', '.')}".removesuffix(".__init__") for name in names}
+
+
+def test_the_document_has_a_row_for_every_module_or_its_package() -> None:
+    rows = documented()
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert rows - MODULES.keys() == set(), "rows of modules that are gone"
+    whole = rows & packages - {PACKAGE, f"{PACKAGE}.{KERNELS}"}  # one row for all their modules
+    missing = {
+        module
+        for module in MODULES.keys() - rows - packages
+        if not any(module.startswith(f"{package}.") for package in whole)
+    }
+    assert missing == set()
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

@@ -1,4 +1,4 @@
-"""A loopback file server behind a link of known speed, with faults on demand."""
+"""A file server behind a link of known speed, with faults on demand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
 
-from hf_cachegen.bench.loopback import Link, LoopbackServer, RangeHandler, answer_range
+from hf_cachegen.bench.kernel_link import KernelLink
+from hf_cachegen.bench.loopback import (
+    Link,
+    LoopbackServer,
+    RangeHandler,
+    Shaper,
+    answer_range,
+    check_trace,
+)
 from hf_cachegen.stores.base import check_path
 
 
@@ -101,7 +109,7 @@ def read_trace(path: Path) -> list[tuple[float, float]]:
             raise ValueError(
                 f"{path}, line {number}: expected '<seconds> <Mbit/s>', found {line!r}"
             ) from None
-    Link(trace)  # refuses what makes no sense
+    check_trace(trace)
     return trace
 
 
@@ -118,9 +126,12 @@ class LinkServer(LoopbackServer):
         A changing rate instead, as :class:`Link` takes it; t = 0 is the entry of the context, or
         the last call of ``link.restart()``.
     latency_s
-        Wait before each answer, a round trip of the link.
+        A round trip of the link: the wait before each answer, or with ``tc`` of each packet.
     faults
         What goes wrong, each once at the request it names.
+    shaper
+        Who keeps the rate. With ``tc``, entering the context raises OSError where
+        :func:`~hf_cachegen.bench.kernel_link.check_kernel_links` does.
     """
 
     def __init__(
@@ -131,13 +142,17 @@ class LinkServer(LoopbackServer):
         trace: Sequence[tuple[float, float]] | None = None,
         latency_s: float = 0.0,
         faults: Iterable[Fault] = (),
+        shaper: Shaper = Shaper.bucket,
     ) -> None:
         if rate_bytes_per_s is not None and trace is not None:
             raise ValueError("expected rate_bytes_per_s or trace, got both")
-        constant = None if rate_bytes_per_s is None else [(0.0, rate_bytes_per_s)]
-        super().__init__(_FileHandler, Link(constant if trace is None else trace))
+        if rate_bytes_per_s is not None:
+            trace = [(0.0, rate_bytes_per_s)]
+        by_kernel = shaper is Shaper.tc
+        link = KernelLink(trace, latency_s) if by_kernel else Link(trace)
+        super().__init__(_FileHandler, link)
         self.folder = Path(folder)
-        self.latency_s = latency_s
+        self.answers_after_s = 0.0 if by_kernel else latency_s
         self.faults = tuple(faults)
         self.is_gone = False
         self._count = 0
@@ -160,7 +175,7 @@ class _FileHandler(RangeHandler):
             self._reset()
             return
         self._faults = owner.next_faults() if self.command == "GET" else ()
-        self.pause(owner.latency_s)
+        self.pause(owner.answers_after_s)
         file = _file_below(owner.folder, self.record.path)
         busy = next((fault for fault in self._faults if isinstance(fault, Busy)), None)
         if busy is not None:

@@ -1,4 +1,4 @@
-"""A threaded HTTP server on the loopback whose bodies share one link of known speed.
+"""A threaded HTTP server on this machine whose bodies share one link of known speed.
 
 The link is a serial resource, as the slowest hop of a real path is: each quantum of a body books
 the next free interval of it, and its thread sleeps until that interval has passed.
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +30,35 @@ CATCH_UP_S = 0.1
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
+class Shaper(StrEnum):
+    """Who keeps the rate of a link."""
+
+    bucket = "bucket"
+    """The server itself, with the pauses between its writes: exact, and anywhere."""
+    tc = "tc"
+    """The kernel, between two network namespaces: as real as a link can be on one machine."""
+
+
+def check_trace(trace: Sequence[tuple[float, float]] | None) -> None:
+    """Return if a trace is one that :class:`Link` can follow.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    if trace is None:
+        return
+    times = [t_s for t_s, _ in trace]
+    rates = [rate for _, rate in trace]
+    ordered = all(a < b for a, b in itertools.pairwise(times))
+    if not times or times[0] != 0 or not ordered or min(rates) < 0 or rates[-1] == 0:
+        raise ValueError(
+            "expected a trace [(0, rate), (t_s, rate), ...] with rising times, no negative "
+            f"rate and a last rate above 0, got {trace!r}"
+        )
+
+
 class Link:
     """A shared link whose rate follows a piecewise-constant trace.
 
@@ -37,21 +67,28 @@ class Link:
     trace
         ``(t_s, rate_bytes_per_s)`` from t = 0 on, in order of time; the last rate, which must
         not be 0, holds for ever. None is a link without a limit.
+
+    Attributes
+    ----------
+    host
+        Address of the server's end, once it listens.
     """
 
+    host = "127.0.0.1"
+
     def __init__(self, trace: Sequence[tuple[float, float]] | None) -> None:
-        if trace is not None:
-            times = [t_s for t_s, _ in trace]
-            rates = [rate for _, rate in trace]
-            ordered = all(a < b for a, b in itertools.pairwise(times))
-            if not times or times[0] != 0 or not ordered or min(rates) < 0 or rates[-1] == 0:
-                raise ValueError(
-                    "expected a trace [(0, rate), (t_s, rate), ...] with rising times, no negative "
-                    f"rate and a last rate above 0, got {trace!r}"
-                )
+        check_trace(trace)
         self._trace = trace
         self._lock = threading.Lock()
-        self.restart()
+        self._origin_s = time.perf_counter()
+        self._free_s = 0.0
+
+    def listen(self) -> socket.socket:
+        """A new socket that listens at the server's end."""
+        return socket.create_server((self.host, 0))
+
+    def close(self) -> None:
+        """End what :meth:`listen` has begun, after the socket is closed."""
 
     def restart(self) -> None:
         """Begin the trace now."""
@@ -94,14 +131,14 @@ class Link:
 
 
 class LoopbackServer:
-    """A threaded HTTP/1.1 server on 127.0.0.1; leaving the context ends all its threads.
+    """A threaded HTTP/1.1 server on this machine; leaving the context ends all its threads.
 
     Parameters
     ----------
     handler
         Answers the requests; finds this object as ``self.server.owner``.
     link
-        What the bodies of files travel over.
+        What the bodies of files travel over, and where the server is.
 
     Attributes
     ----------
@@ -118,15 +155,21 @@ class LoopbackServer:
 
     @property
     def url(self) -> str:
-        """``http://127.0.0.1:port``; ValueError before the context is entered."""
+        """``http://host:port``, by default on 127.0.0.1; ValueError outside of the context."""
         if self._server is None:
             raise ValueError("expected `with` around the server before its url is asked for")
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://{self.link.host}:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
-        self._server = _Server(self, self._handler)
+        listener = self.link.listen()
+        try:
+            self.link.restart()
+        except BaseException:
+            listener.close()
+            self.link.close()
+            raise
+        self._server = _Server(self, self._handler, listener)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self.link.restart()
         self._thread.start()
         return self
 
@@ -142,6 +185,7 @@ class LoopbackServer:
         self._thread.join()
         self._server.disconnect()
         self._server.server_close()
+        self.link.close()
 
 
 @dataclass
@@ -243,8 +287,12 @@ class RangeHandler(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     daemon_threads = False  # so that server_close joins them
 
-    def __init__(self, owner: LoopbackServer, handler: type[RangeHandler]) -> None:
-        super().__init__(("127.0.0.1", 0), handler)
+    def __init__(
+        self, owner: LoopbackServer, handler: type[RangeHandler], listener: socket.socket
+    ) -> None:
+        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()  # its own, which is not bound
+        self.socket = listener
         self.owner = owner
         self._connections: set[socket.socket] = set()
 

@@ -22,7 +22,9 @@ from transformers.cache_utils import Cache
 
 from hf_cachegen.artifact import Manifest
 from hf_cachegen.bench.dumps import DUMPS
+from hf_cachegen.bench.kernel_link import check_kernel_links
 from hf_cachegen.bench.link import LinkServer
+from hf_cachegen.bench.loopback import Shaper
 from hf_cachegen.bench.overlap import Overlap, measure_overlap
 from hf_cachegen.bench.quality import compare
 from hf_cachegen.config import CHUNK_TOKENS
@@ -37,7 +39,7 @@ from hf_cachegen.streaming.policy import TEXT
 from hf_cachegen.streaming.steps import StreamStep
 from hf_cachegen.tables import ModelTable
 
-SCHEMA = 2
+SCHEMA = 3
 
 SOURCES = ("text", *DUMPS, "fixed", "paper", "robust", "layered")
 """Where the context comes from; ``fixed`` stands for every level."""
@@ -56,7 +58,7 @@ class BenchLink:
     trace
         As :class:`~hf_cachegen.bench.loopback.Link` takes it; it begins anew with every run.
     latency_s
-        Wait before each answer.
+        As :class:`~hf_cachegen.bench.link.LinkServer` takes it.
     """
 
     name: str
@@ -112,6 +114,7 @@ class StreamBench:
     target_s: float
     runs: int
     clients: int
+    shaper: Shaper
     rows: tuple[Row, ...]
     overlap: tuple[Overlap, ...]
 
@@ -149,6 +152,7 @@ def bench_stream(
     clients: int = 1,
     overlap: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
+    shaper: Shaper = Shaper.bucket,
     progress: bool = True,
 ) -> StreamBench:
     """Measure how soon a model continues a context that comes from different sources.
@@ -180,6 +184,8 @@ def bench_stream(
         Also measure each level's transfer and decoding alone.
     chunk_tokens
         Tokens per chunk.
+    shaper
+        Who keeps the rates of the links.
     progress
         Show a progress bar.
 
@@ -187,9 +193,13 @@ def bench_stream(
     ------
     ValueError
         A source is unknown, or there are no runs or clients.
+    OSError
+        ``tc`` cannot shape links here.
     """
     if runs < 1 or clients < 1:
         raise ValueError(f"expected at least one run and client, got {runs} and {clients}")
+    if shaper is Shaper.tc:
+        check_kernel_links(delays=any(link.latency_s > 0 for link in links))
     rows: list[Row] = []
     overlaps: list[Overlap] = []
     with contextlib.ExitStack() as stack:
@@ -211,7 +221,9 @@ def bench_stream(
         bar = tqdm(total=len(links) * runs * len(names), unit="run", disable=not progress)
         for link in links:
             found: dict[str, list[_Run]] = {name: [] for name in names}
-            with LinkServer(folder, trace=link.trace, latency_s=link.latency_s) as server:
+            with LinkServer(
+                folder, trace=link.trace, latency_s=link.latency_s, shaper=shaper
+            ) as server:
                 for _ in range(runs):
                     for name in names:
                         bar.set_description(f"{link.name}, {name}")
@@ -233,6 +245,7 @@ def bench_stream(
         target_s=target_s,
         runs=runs,
         clients=clients,
+        shaper=shaper,
         rows=tuple(rows),
         overlap=tuple(overlaps),
     )

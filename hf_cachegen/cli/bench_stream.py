@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hf_cachegen.bench.loopback import Shaper
 from hf_cachegen.cli import options
 from hf_cachegen.cli.output import print_json, print_table
 from hf_cachegen.config import CHUNK_TOKENS
@@ -38,7 +39,14 @@ def stream(
             "Files with the rate of a link over time: lines of '<seconds> <Mbit/s>'.", "--trace"
         ),
     ] = None,
-    latency_ms: Annotated[float, typer.Option(help="Latency of each request.", min=0)] = 0.0,
+    latency_ms: Annotated[float, typer.Option(help="Round trip of the links.", min=0)] = 0.0,
+    shaper: Annotated[
+        Shaper,
+        typer.Option(
+            help="Who keeps the rate: the server (bucket), or the kernel with real TCP between "
+            "network namespaces (tc; on Linux, as root).",
+        ),
+    ] = Shaper.bucket,
     source: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,7 +76,7 @@ def stream(
 ) -> None:
     """Measure time to first token over real links: from text, from files, levels and policies.
 
-    The document is encoded once and served on the loopback behind each link in turn. Every time
+    The document is encoded once and served on this machine behind each link in turn. Every time
     counts from the request for the cache, with the model loaded and its speed measured.
     """
     from hf_cachegen.bench.link import read_trace
@@ -99,6 +107,7 @@ def stream(
         clients=clients,
         overlap=overlap,
         chunk_tokens=chunk_tokens,
+        shaper=shaper,
     )
     print_table(
         ("link", "source", "TTFT p50", "p90", "missed", "MB", "KL", "chunks"),
@@ -115,7 +124,7 @@ def stream(
             )
             for row in result.rows
         ],
-        title=f"{context} tokens, target {target:g} s, {runs} runs"
+        title=f"{context} tokens, target {target:g} s, {runs} runs, links by {shaper}"
         + (f", {clients} clients at once" if clients > 1 else ""),
         stderr=json,
     )

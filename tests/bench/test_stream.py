@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from hf_cachegen.bench.dumps import DUMPS
+from hf_cachegen.bench.kernel_link import _missing
 from hf_cachegen.bench.link import read_trace
 from hf_cachegen.bench.stream import SOURCES, BenchLink, StreamBench, bench_stream
 from hf_cachegen.cli import app
@@ -97,7 +98,8 @@ def test_slow_link_is_waited_for(measured: StreamBench):
 
 def test_report_is_json(measured: StreamBench):
     found = json.loads(json.dumps(measured.to_json()))
-    assert found["schema"] == 2
+    assert found["schema"] == 3
+    assert found["shaper"] == "bucket"
     assert found["rows"][0]["source"] == "text"
 
 
@@ -218,6 +220,54 @@ def test_command(tiny_model_folder: Path, table_folder: Path, tiny_text: str, tm
         assert words in result.stderr
 
 
+@pytest.fixture
+def stream_arguments(
+    tiny_model_folder: Path, table_folder: Path, tiny_text: str, tmp_path: Path
+) -> list[str]:
+    """The command with a model, a document and a table, and not more."""
+    document = tmp_path / "text.txt"
+    document.write_text(tiny_text)
+    base = ["bench", "stream", str(tiny_model_folder), "--text", str(document)]
+    return [*base, "--table", str(table_folder)]
+
+
+@pytest.mark.usefixtures("kernel_links")
+def test_command_over_links_of_the_kernel(stream_arguments: list[str]):
+    """Rows as over any other link, of what it had to carry; also for clients that share it."""
+    result = CliRunner().invoke(
+        app,
+        [
+            *(*stream_arguments, "--context", "200", "--ahead", "8", "--chunk-tokens", "80"),
+            *("--source", "uniform-8", "fixed:lossless", "layered", "--target", "1", "--json"),
+            *("--link-mbps", "4", "--shaper", "tc", "--runs", "2", "--clients", "2", "--overlap"),
+        ],
+    )
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["shaper"] == "tc"
+    assert "links by tc" in result.stderr
+    for row in found["rows"][:2]:
+        link_s = 2 * row["size_bytes"] * 8 / 4e6
+        assert link_s < max(row["ttft_s"]) < 1.5 * link_s + 0.3
+    lossless = found["overlap"][-1]
+    link_s = found["rows"][1]["size_bytes"] * 8 / 4e6
+    assert lossless["transfer_s"] > link_s
+    assert lossless["stream_s"] > link_s
+
+
+def test_command_says_what_links_of_the_kernel_lack(
+    stream_arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _missing.cache_clear()
+    arguments = ["--context", "20", "--ahead", "4", "--shaper", "tc"]
+    result = CliRunner().invoke(app, [*stream_arguments, *arguments])
+    _missing.cache_clear()
+    assert result.exit_code == 2, result.stdout
+    assert "'ip' is not installed" in result.stderr
+    assert "--shaper bucket" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -227,18 +277,8 @@ def test_command(tiny_model_folder: Path, table_folder: Path, tiny_text: str, tm
         (["--context", "20", "--ahead", "4", "--source", "fast"], "unknown source 'fast'"),
     ],
 )
-def test_wrong_options_are_refused(
-    tiny_model_folder: Path,
-    table_folder: Path,
-    tiny_text: str,
-    tmp_path: Path,
-    arguments: list[str],
-    words: str,
-):
-    document = tmp_path / "text.txt"
-    document.write_text(tiny_text)
-    base = ["bench", "stream", str(tiny_model_folder), "--text", str(document)]
-    result = CliRunner().invoke(app, [*base, "--table", str(table_folder), *arguments])
+def test_wrong_options_are_refused(stream_arguments: list[str], arguments: list[str], words: str):
+    result = CliRunner().invoke(app, [*stream_arguments, *arguments])
     assert result.exit_code == 2, result.stdout
     assert words in result.stderr
 
