@@ -9,7 +9,8 @@
     │   ├── TableMismatch    … to another model table
     │   └── PromptMismatch   … to other tokens
     ├── StoreError           a file cannot be read or written where it should be
-    │   └── StoreNotFound    … because it is not there
+    │   ├── StoreNotFound    … because it is not there
+    │   └── StoreUnreachable … because its server does not answer, however often it is asked
     ├── UnsupportedError     a model, layer or call this library cannot serve, named with the reason
     └── BackendUnavailable   a backend was asked for by name and cannot run here
 
@@ -48,6 +49,10 @@ class StoreError(CacheGenError):
 
 class StoreNotFound(StoreError):  # noqa: N818
     """The file is not in the store."""
+
+
+class StoreUnreachable(StoreError):  # noqa: N818
+    """The store's server does not answer, however often it is asked."""
 
 
 class UnsupportedError(CacheGenError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,20 +75,6 @@ def folder(table: ModelTable, tmp_path: Path) -> Path:
     return table.save(tmp_path / "table", card="# A card")
 
 
-class CountingStore(LocalStore):
-    """A folder that remembers what was read of it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.reads: list[str] = []
-
-    def _pieces(
-        self, path: str, offset: int, size: int | None, max_bytes: int
-    ) -> Generator[bytes, None, None]:
-        self.reads.append(path)
-        return super()._pieces(path, offset, size, max_bytes)
-
-
 def load(folder: Path, *part: Any, **options: Any) -> ModelTable:
     return ModelTable.load(LocalStore(folder), *part, **options)
 
@@ -146,11 +132,16 @@ def test_saved_table_of_two_codecs_is_loaded_as_it_was(folder: Path, table: Mode
     ],
 )
 def test_part_reads_and_writes_its_own_files_only(
-    folder: Path, table: ModelTable, codecs: list[str] | None, files: list[str], tmp_path: Path
+    folder: Path,
+    table: ModelTable,
+    codecs: list[str] | None,
+    files: list[str],
+    tmp_path: Path,
+    recording_store: Any,
 ) -> None:
-    store = CountingStore(folder)
+    store = recording_store(folder)
     found = ModelTable.load(store, codecs=codecs)
-    assert store.reads == [RECORD_NAME, *files]
+    assert store.paths == [RECORD_NAME, *files]
     assert list(found.payloads) == files
     assert {name for name in table.tables if f"{name}.safetensors" in files} == set(found.tables)
     # The part is a table in its own right, the same as one that is saved in part.
@@ -161,10 +152,12 @@ def test_part_reads_and_writes_its_own_files_only(
         assert found.size_bytes() == sum(path.stat().st_size for path in copy.iterdir())
 
 
-def test_record_alone_is_read_for_what_it_says(folder: Path, table: ModelTable) -> None:
-    store = CountingStore(folder)
+def test_record_alone_is_read_for_what_it_says(
+    folder: Path, table: ModelTable, recording_store: Any
+) -> None:
+    store = recording_store(folder)
     assert TableRecord.read(store) == table.record
-    assert store.reads == [RECORD_NAME]
+    assert store.paths == [RECORD_NAME]
 
 
 def test_files_that_are_not_needed_may_be_missing(folder: Path, table: ModelTable) -> None:
@@ -377,15 +370,15 @@ def test_record_of_another_kind_is_refused(folder: Path, field: str, value: Any)
     ],
 )
 def test_hostile_codec_in_a_record_is_refused(
-    folder: Path, changes: dict[str, Any], message: str
+    folder: Path, changes: dict[str, Any], message: str, recording_store: Any
 ) -> None:
     record = json.loads((folder / RECORD_NAME).read_text())
     record["codecs"][0] |= changes
     (folder / RECORD_NAME).write_text(json.dumps(record))
-    store = CountingStore(folder)
+    store = recording_store(folder)
     with pytest.raises(FormatError, match=message):
         ModelTable.load(store)
-    assert store.reads == [RECORD_NAME]
+    assert set(store.paths) == {RECORD_NAME}
 
 
 def test_codec_that_is_there_twice_is_refused(folder: Path) -> None:

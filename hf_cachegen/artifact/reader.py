@@ -23,7 +23,7 @@ from hf_cachegen.artifact.manifest import (
 from hf_cachegen.config import MANIFEST_NAME
 from hf_cachegen.container import ChunkIndex, Span, index_size_bytes
 from hf_cachegen.errors import FormatError
-from hf_cachegen.stores.base import Store
+from hf_cachegen.stores.base import Store, intact
 
 TOKENS_TENSOR = "input_ids"
 
@@ -50,19 +50,26 @@ class Artifact:
         Where the files are.
     manifest
         The records of ``cache.json``.
-    token_ids
-        int32 [T], read-only.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, token_ids: NDArray[np.int32]) -> None:
+    def __init__(
+        self, store: Store, manifest: Manifest, token_ids: NDArray[np.int32] | None = None
+    ) -> None:
         self.store = store
         self.manifest = manifest
-        self.token_ids = token_ids
+        self._token_ids = token_ids
         self._indices: dict[int, ChunkIndex] = {}
 
     @classmethod
-    def open(cls, store: Store) -> Artifact:
+    def open(cls, store: Store, *, tokens: bool = True) -> Artifact:
         """Read and check ``cache.json`` and the token ids; no chunk is read.
+
+        Parameters
+        ----------
+        store
+            Where the files are.
+        tokens
+            Whether to read the token ids, too. Else they are when they are first asked for.
 
         Raises
         ------
@@ -71,8 +78,30 @@ class Artifact:
         FormatError
             A file is damaged or of a newer version.
         """
-        manifest = Manifest.parse(store.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES))
-        return cls(store, manifest, _read_tokens(store, manifest.tokens))
+        manifest = intact(
+            lambda: Manifest.parse(store.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES))
+        )
+        artifact = cls(store, manifest)
+        if tokens:
+            artifact.read_tokens()
+        return artifact
+
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """int32 [T], read-only.
+
+        Raises
+        ------
+        StoreError, FormatError
+            They were not read yet, and their file is missing, cannot be read, or is damaged.
+        """
+        return self.read_tokens() if self._token_ids is None else self._token_ids
+
+    def read_tokens(self) -> NDArray[np.int32]:
+        """Read and check the token ids, and keep them; see :attr:`token_ids`."""
+        # Two threads may both do so: the same bytes, once too often.
+        self._token_ids = intact(lambda: _read_tokens(self.store, self.manifest.tokens))
+        return self._token_ids
 
     def index(self, chunk: int) -> ChunkIndex:
         """The index of a chunk file, read once and checked against ``cache.json``.
@@ -85,8 +114,33 @@ class Artifact:
         found = self._indices.get(chunk)
         if found is None:
             # Two threads may both read it: the same bytes, once too often.
-            found = self._indices[chunk] = self._read_index(self.manifest.chunks[chunk])
+            size = self.index_bytes
+            path = self.manifest.chunks[chunk].path
+            found = intact(
+                lambda: self.take_index(chunk, self.store.read(path, 0, size, max_bytes=size))
+            )
         return found
+
+    @property
+    def index_bytes(self) -> int:
+        """Length of the index that every chunk file begins with."""
+        return index_size_bytes(len(self.manifest.levels), self.manifest.n_layers)
+
+    def has_index(self, chunk: int) -> bool:
+        """Whether :meth:`index` reads nothing, as it knows the index of this chunk."""
+        return chunk in self._indices
+
+    def take_index(self, chunk: int, data: bytes) -> ChunkIndex:
+        """The index of a chunk whose file begins with these bytes, checked and kept.
+
+        Raises
+        ------
+        FormatError
+            As for :meth:`index`.
+        """
+        record = self.manifest.chunks[chunk]
+        index = self._indices[chunk] = self._parse_index(record, data)
+        return index
 
     def verify(self, progress: Callable[[int], None] | None = None) -> VerifyReport:
         """Read every file of what is cached, and check lengths, SHA-256 and each segment.
@@ -106,6 +160,8 @@ class Artifact:
             A file is missing, has another length, or cannot be read.
         """
         progress = progress or _ignore
+        if self._token_ids is None:
+            self.read_tokens()
         for position, record in enumerate(self.manifest.chunks):
             self._verify_chunk(record, self.index(position), progress)
         manifest = self.manifest
@@ -163,6 +219,9 @@ class Artifact:
         return kept
 
     def _read_file(self, record: StatesRecord | KeptRecord) -> bytes:
+        return intact(lambda: self._read_checked(record))
+
+    def _read_checked(self, record: StatesRecord | KeptRecord) -> bytes:
         data = self.store.read(record.path, max_bytes=record.size_bytes)
         digest = hashlib.sha256(data).hexdigest()
         if digest != record.sha256:
@@ -173,13 +232,13 @@ class Artifact:
             )
         return data
 
-    def _read_index(self, record: ChunkRecord) -> ChunkIndex:
-        n_levels, n_layers = len(self.manifest.levels), self.manifest.n_layers
-        size = index_size_bytes(n_levels, n_layers)
-        data = self.store.read(record.path, 0, size, max_bytes=size)
+    def _parse_index(self, record: ChunkRecord, data: bytes) -> ChunkIndex:
         try:
             index = ChunkIndex.parse(
-                data, n_levels=n_levels, n_layers=n_layers, n_tokens=record.n_tokens
+                data,
+                n_levels=len(self.manifest.levels),
+                n_layers=self.manifest.n_layers,
+                n_tokens=record.n_tokens,
             )
         except FormatError as error:
             raise self._damaged(record, str(error)) from error

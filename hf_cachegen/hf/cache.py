@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from hf_cachegen.hf.compat import (
     token_layers,
 )
 from hf_cachegen.hf.counting import CountsTokens
-from hf_cachegen.hf.describe import expected_identity
+from hf_cachegen.hf.describe import expected_identity, weights_fingerprint
 from hf_cachegen.hf.guard import guard_generate
 from hf_cachegen.hf.hub import push_artifact
 from hf_cachegen.hf.incoming import Incoming
@@ -75,11 +76,15 @@ class CompressedStreamingCache(CountsTokens):
         Options of huggingface_hub for a table that has to be fetched from its own repository.
     started_at
         When the stream's time begins, as :func:`time.monotonic` counts; by default now.
+    weights
+        The fingerprint of the model's weights, if it is known already.
 
     Raises
     ------
     ModelMismatch
         The artefact was made with another model, dtype or RoPE.
+    StoreError, FormatError
+        The token ids cannot be read, or are damaged.
     TableMismatch
         ``tables`` is not the table that the artefact was encoded with.
     UnsupportedError
@@ -96,16 +101,14 @@ class CompressedStreamingCache(CountsTokens):
         hub_options: Mapping[str, Any] | None = None,
         *,
         started_at: float | None = None,
+        weights: str | None = None,
     ) -> None:
         manifest, kept = artifact.manifest, artifact.read_kept()
-        check_identity(expected_identity(model, manifest.identity), manifest.identity)
+        ours = expected_identity(model, manifest.identity, weights=weights)
+        check_identity(ours, manifest.identity)
         if kept is not None:
             check_prunable(model)
         self.artifact = artifact
-        self.token_ids: Tensor = torch.from_numpy(artifact.token_ids.copy()).long()
-        self._cache_argument = cache_argument(model)
-        self.history = self.token_ids
-        self._device = running_device(model)
         identity = manifest.identity
         self._codecs = LevelCodecs(
             manifest.levels,
@@ -119,14 +122,19 @@ class CompressedStreamingCache(CountsTokens):
         layers = [_streamed(native, pruned=kept is not None) for native in native_layers(model)]
         super().__init__(layers=layers)
         self.one_by_one = runs_one_by_one(model)
-        self._incoming = Incoming(artifact, model, policy, self._codecs, self.token_ids, started_at)
+        self._incoming = Incoming(artifact, model, policy, self._codecs, started_at)
         self._stream = self._incoming.stream
         try:
             self._attach(manifest, kept)
+            # They may still have to be read, which the first chunk does not wait for.
+            self.token_ids: Tensor = torch.from_numpy(artifact.token_ids.copy()).long()
         except BaseException:
             self._stream.close()
             raise
+        self.history = self.token_ids
         self._known_length = manifest.tokens.n
+        self._cache_argument = cache_argument(model)
+        self._device = running_device(model)
         guard_generate(model)
         self._prompt_length: int | None = None
 
@@ -179,9 +187,10 @@ class CompressedStreamingCache(CountsTokens):
             ``"paper"`` (the finest level in time at the throughput of the chunk before),
             ``"robust"`` (a bounded probability to be late, and chunks recomputed from text while
             others travel), ``"layered"`` (the coarsest level of everything first, then refinements
-            until the time is up), ``"text"`` (no fetching), ``"fixed:<level>"``, or an object. By
-            default, if there is a target, ``"layered"`` for levels that refine each other, else
-            ``"robust"``.
+            until the time is up), ``"text"`` (no fetching), ``"fixed:<level>"``,
+            ``"soonest:<level>"`` (the first chunks recomputed while the others travel, as long as
+            that is not slower), or an object. By default, if there is a target, ``"layered"`` for
+            levels that refine each other, else ``"robust"``.
         ttft_target_s
             Seconds from this call to the first token.
         tables
@@ -210,11 +219,23 @@ class CompressedStreamingCache(CountsTokens):
         }
         store = open_store(location, revision=revision, **hub_options)
         try:
-            artifact = Artifact.open(store)
+            # Both take a while, one of the link and the other of this machine.
+            with ThreadPoolExecutor(1, thread_name_prefix="hf-cachegen-fingerprint") as beside:
+                fingerprint = beside.submit(weights_fingerprint, model)
+                artifact = Artifact.open(store, tokens=False)
+                weights = fingerprint.result()
             chosen = resolve_policy(
                 artifact.manifest.levels, level=level, policy=policy, ttft_target_s=ttft_target_s
             )
-            return cls(artifact, model, chosen, tables, hub_options, started_at=started_at)
+            return cls(
+                artifact,
+                model,
+                chosen,
+                tables,
+                hub_options,
+                started_at=started_at,
+                weights=weights,
+            )
         except BaseException:
             store.close()
             raise

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_cachegen.artifact import EMBEDDED, LevelRecord, TableRef
 from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.errors import FormatError, StoreError, TableMismatch
+from hf_cachegen.hf.profiling import is_of_one_cache
 from hf_cachegen.layout import KVLayout
 from hf_cachegen.levels import codec_for, table_codecs
 from hf_cachegen.stores import HubStore, LocalStore, Store, open_store
@@ -43,10 +44,12 @@ def load_table(
 class LevelCodecs:
     """Codecs by level index, built when first used.
 
-    The part of the table that a codec needs comes from ``tables`` if given, else from the local
-    table cache, else from inside the artefact or from the table's own repository; it is then kept
-    in the table cache, since all artefacts of a model share it. Nothing is read for codecs that are
-    not used.
+    The part of the table that a codec needs comes from ``tables`` if given, else from a local
+    artefact that it is embedded in, else from the local table cache, else from the artefact or the
+    table's own repository. It is then kept in the table cache, by its digest, since all artefacts
+    of a model share it, unless it was made of this one's context. Nothing is read for codecs that
+    are not used. The table cache is the folder ``hf-cachegen/tables`` of ``HF_HOME``, which may be
+    deleted at any time.
 
     Parameters
     ----------
@@ -101,6 +104,12 @@ class LevelCodecs:
                 self._codecs[level] = codec_for(record, self._layout, table, kept=self._kept)
             return self._codecs[level]
 
+    def prepare(self, level: int) -> None:
+        """Fetch the part of the table that a level needs, unless it is at hand."""
+        needed = table_codecs([self._levels[level]])
+        if self._parts is not None and not all(map(self._parts.is_at_hand, needed)):
+            self[level]
+
     def table(self) -> ModelTable | None:
         """The artefact's table, all of its codecs; None if it has none."""
         with self._lock:
@@ -140,6 +149,15 @@ class _TableParts:
             self._found[codec] = table
         return self._found[codec]
 
+    def is_at_hand(self, codec: str) -> bool:
+        """Whether this machine has the part of a codec."""
+        if codec in self._found or isinstance(self._source, ModelTable):
+            return True
+        if self._source is not None:
+            return Path(self._source).is_dir()
+        embedded = self._reference.location == EMBEDDED and isinstance(self._store, LocalStore)
+        return embedded or self._cache_folder(codec).is_dir()
+
     def whole(self) -> ModelTable:
         """All parts in one table."""
         if isinstance(self._source, ModelTable):
@@ -173,13 +191,16 @@ class _TableParts:
             table, _ = load_table(self._source, [codec], **self._hub_options)
             self._check(table.record, [codec], f"{self._source} now holds")
             return table
+        if self._reference.location == EMBEDDED and isinstance(self._store, LocalStore):
+            return self._fetch(codec)  # it is at hand, and should show if it is damaged
         kept = self._kept(codec)
         if kept is not None:
             return kept
         table = self._fetch(codec)
-        # A table cache that cannot be written to costs time only.
-        with contextlib.suppress(OSError, ValueError):
-            table.save(self._cache_folder(codec))
+        if not is_of_one_cache(table):
+            # A table cache that cannot be written to costs time only.
+            with contextlib.suppress(OSError, ValueError):
+                table.save(self._cache_folder(codec))
         return table
 
     def _fetch(self, codec: str) -> ModelTable:

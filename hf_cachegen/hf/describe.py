@@ -143,8 +143,12 @@ def describe_identity(
     )
 
 
-def expected_identity(model: PreTrainedModel, found: Identity) -> Identity:
+def expected_identity(
+    model: PreTrainedModel, found: Identity, *, weights: str | None = None
+) -> Identity:
     """What ``found`` would be if ``model`` had made it; to be compared before decoding.
+
+    ``weights`` is :func:`weights_fingerprint` of the model, if that is known already.
 
     Layers follow from the config, which is compared by digest. RoPE frequencies are taken from
     the model and count as equal within float32 rounding, since devices compute them differently;
@@ -159,7 +163,7 @@ def expected_identity(model: PreTrainedModel, found: Identity) -> Identity:
     layout = found.layout.model_copy(update={"dtype": dtype_name(model.dtype), "ropes": ropes})
     return found.model_copy(
         update={
-            "weights": weights_fingerprint(model),
+            "weights": weights or weights_fingerprint(model),
             "config": config_digest(model),
             "architecture": type(model).__name__,
             "layout": layout,

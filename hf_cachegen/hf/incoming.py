@@ -16,9 +16,9 @@ from hf_cachegen.errors import FormatError, UnsupportedError
 from hf_cachegen.hf.buffers import LayerBuffers
 from hf_cachegen.hf.calibration import calibrate, machine_rates
 from hf_cachegen.hf.codecs import LevelCodecs
-from hf_cachegen.hf.compat import layer_devices, native_layers, token_layers
+from hf_cachegen.hf.compat import layer_devices, native_layers, state_specs, token_layers
 from hf_cachegen.hf.recompute import Recomputer
-from hf_cachegen.hf.states import LayerStates, state_numbers, state_shapes, unpack_states
+from hf_cachegen.hf.states import LayerStates, state_numbers, unpack_states
 from hf_cachegen.streaming.controller import Policy, TextOnly
 from hf_cachegen.streaming.pipeline import ChunkStream
 
@@ -36,8 +36,6 @@ class Incoming:
         Chooses what to do about each chunk.
     codecs
         Codec of each level.
-    token_ids
-        ``[T]`` of the context.
     started_at
         When the stream's time begins, as :func:`time.monotonic` counts; by default now.
 
@@ -53,7 +51,6 @@ class Incoming:
         model: PreTrainedModel,
         policy: Policy,
         codecs: LevelCodecs,
-        token_ids: Tensor,
         started_at: float | None,
     ) -> None:
         manifest = artifact.manifest
@@ -64,15 +61,16 @@ class Incoming:
         devices = [self.devices[index] for index in token_layers(natives)]
         self._buffers = LayerBuffers(manifest, devices, codecs)
         self._state_numbers = state_numbers(natives)
-        self._state_shapes = state_shapes(model, self._state_numbers)
+        self._state_specs = state_specs(model, self._state_numbers)
         self._states: dict[int, LayerStates] | None = None
         self._states_lock = threading.Lock()
-        recompute = _recomputer(model, policy, token_ids, self._buffers)
+        recompute = _recomputer(model, policy, artifact, self._buffers)
         self.stream = ChunkStream(
             artifact,
             policy,
             [self._buffers.layers_of(chunk) for chunk in chunks],
             self._buffers.decode,
+            prepare=codecs.prepare,
             decode_many=self._buffers.decode_many if self._buffers.decodes_together else None,
             recompute=recompute,
             holds_past=[recompute is not None and recompute.holds_past(chunk) for chunk in chunks],
@@ -146,7 +144,7 @@ class Incoming:
         with self._states_lock:
             if self._states is None:
                 data = self.stream.wait_states()
-                self._states = unpack_states(data, self._state_numbers, self._state_shapes)
+                self._states = unpack_states(data, self._state_numbers, self._state_specs)
                 self.stream.release_states()
             if not kept:
                 kept.append(self._states[layer])
@@ -156,13 +154,13 @@ class Incoming:
 
 
 def _recomputer(
-    model: PreTrainedModel, policy: Policy, token_ids: Tensor, buffers: LayerBuffers
+    model: PreTrainedModel, policy: Policy, artifact: Artifact, buffers: LayerBuffers
 ) -> Recomputer | None:
     """What recomputes chunks; None of a model that cannot, unless the policy has to have it."""
-    if not buffers.manifest.chunks:
+    if not artifact.manifest.chunks:
         return None
     try:
-        return Recomputer(model, token_ids, buffers.manifest, buffers)
+        return Recomputer(model, artifact, buffers)
     except UnsupportedError:
         if isinstance(policy, TextOnly):
             raise

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hf_cachegen.artifact import Manifest
+from hf_cachegen.artifact import Artifact
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.hf.buffers import LayerBuffers
 from hf_cachegen.hf.compat import (
@@ -44,10 +44,8 @@ class Recomputer:
     ----------
     model
         The model.
-    token_ids
-        ``[T]`` of the whole context.
-    manifest
-        The artefact.
+    artifact
+        The context. Its token ids are asked for when a chunk is computed.
     buffers
         Where the context's tensors are.
 
@@ -58,18 +56,16 @@ class Recomputer:
         middle of a context than at its end.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, token_ids: Tensor, manifest: Manifest, buffers: LayerBuffers
-    ) -> None:
-        if manifest.kept is not None:
+    def __init__(self, model: PreTrainedModel, artifact: Artifact, buffers: LayerBuffers) -> None:
+        if artifact.manifest.kept is not None:
             raise UnsupportedError(
                 "tokens were evicted from this cache, so its chunks are no parts of the text and "
                 "cannot be recomputed; choose a level or another policy"
             )
         check_recomputable(model)
         self._model = model
-        self._token_ids = token_ids
-        self._chunks = manifest.chunks
+        self._artifact = artifact
+        self._chunks = artifact.manifest.chunks
         self._buffers = buffers
         natives = native_layers(model)
         places = {index: place for place, index in enumerate(token_layers(natives))}
@@ -87,7 +83,8 @@ class Recomputer:
         for layer in self._layers:
             layer.begin(record.start)
         cache = Cache(layers=self._layers)
-        ids = self._token_ids[None, record.start : record.end].to(self._model.device)
+        held = self._artifact.token_ids[None, record.start : record.end]
+        ids = torch.tensor(held, dtype=torch.long, device=self._model.device)
         pieces = torch.split(ids, PIECE_TOKENS, dim=1)
         for start, piece in zip(range(record.start, record.end, PIECE_TOKENS), pieces, strict=True):
             arguments: dict[str, Any] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from hf_cachegen.errors import StoreError
+from hf_cachegen.errors import FormatError, StoreError
+
+T = TypeVar("T")
 
 
 def check_path(path: str) -> str:
@@ -104,6 +106,20 @@ class Store(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.location!r})"
+
+
+def intact(read: Callable[[], T]) -> T:
+    """What a read gives; if that was damaged, maybe only on its way, what a second one gives.
+
+    Raises
+    ------
+    FormatError
+        So is that.
+    """
+    try:
+        return read()
+    except FormatError:
+        return read()
 
 
 def too_large(location: str, path: str, size_bytes: int, max_bytes: int) -> StoreError:

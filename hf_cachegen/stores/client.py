@@ -15,7 +15,7 @@ from typing import Any
 
 import tenacity
 
-from hf_cachegen.errors import StoreError
+from hf_cachegen.errors import StoreError, StoreUnreachable
 from hf_cachegen.stores.transfer import Transfer, TransientError, check_status, httpx, public_url
 
 TIMEOUT_S = 10.0
@@ -199,7 +199,7 @@ class RangeClient:
             if not isinstance(error, tenacity.RetryError):
                 raise
             cause = error.last_attempt.exception()
-            raise StoreError(
+            raise StoreUnreachable(
                 f"gave up on {public_url(url)} after {self._retries + 1} attempts: "
                 f"{cause or type(cause).__name__}; check the link and the server, then try again"
             ) from cause

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from hf_cachegen.artifact.manifest import EXACT
 from hf_cachegen.artifact.reader import Artifact
-from hf_cachegen.errors import CacheGenError, FormatError, StoreError
+from hf_cachegen.errors import CacheGenError, FormatError, StoreError, StoreUnreachable
 from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.ledger import Ledger
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement
@@ -50,6 +50,9 @@ all their values of this chunk."""
 DecodeSegments = Callable[[int, int, Sequence[tuple[int, bytes]]], Sequence[int]]
 """Called with (level, layer, [(chunk, data), ...]), as :data:`DecodeSegment` for each of them."""
 
+PrepareLevel = Callable[[int], None]
+"""Called with a level before its first segment is fetched: gets what decoding it needs besides."""
+
 RecomputeChunk = Callable[[int], Iterator[None]]
 """Called with a chunk whose predecessors are in place. Each step of the iterator is a piece of
 work; the chunk is in place when there is none left."""
@@ -68,10 +71,13 @@ class ChunkStream:
         Per chunk, the layers that need it, ascending.
     decode
         Decodes one segment to where its values belong.
+    prepare
+        Fetches what decoding a level needs besides, as long as it is not at hand.
     decode_many
         Decodes segments of one level and layer; None if that is not faster than one by one.
     recompute
-        Computes a chunk from its token ids; None if that cannot be done.
+        Computes a chunk from its token ids; None if that cannot be done. If it can, and the policy
+        adapts, a link that is gone is not the end.
     holds_past
         Per chunk, whether it can be recomputed from what the artefact holds of its predecessors.
         Any other can only follow a chunk that was recomputed just before. By default all can.
@@ -90,6 +96,7 @@ class ChunkStream:
         layers: Sequence[Sequence[int]],
         decode: DecodeSegment,
         *,
+        prepare: PrepareLevel = lambda level: None,
         decode_many: DecodeSegments | None = None,
         recompute: RecomputeChunk | None = None,
         holds_past: Sequence[bool] | None = None,
@@ -108,7 +115,9 @@ class ChunkStream:
         self._decode = decode
         self._decode_many = decode_many
         self._queue = SegmentQueue(together=decode_many is not None)
+        self._prepare = prepare
         self._recompute = recompute
+        self._link_gone = False
         self._states: Future[bytes] = Future()
         self._steps: list[StreamStep] = []
         self._reader = SegmentReader(artifact, keep=_refines(policy))
@@ -204,8 +213,7 @@ class ChunkStream:
             if self.artifact.manifest.states is not None:
                 self._fetch_states()
             for chunk in range(len(self._layers)):
-                level = self._policy.choose(self._now.state(self._policy))
-                self._take(chunk, level)
+                self._take(chunk, self._choose())
                 if self._ledger.ended:
                     return
             self._ledger.end_base()
@@ -221,10 +229,7 @@ class ChunkStream:
         """Fetch the states first: any layer may need its own before anything else."""
         meter = Meter()
         try:
-            try:
-                data = self.artifact.read_states()
-            except FormatError:  # what a second request brings may be intact
-                data = self.artifact.read_states()
+            data = self.artifact.read_states()
         except BaseException as error:
             self._states.set_exception(error)
             raise
@@ -233,15 +238,28 @@ class ChunkStream:
             self._note_rate(meter)
         self._states.set_result(data)
 
+    def _choose(self) -> int:
+        return TEXT if self._link_gone else self._policy.choose(self._now.state(self._policy))
+
     def _take(self, chunk: int, level: int) -> None:
-        if level != TEXT and not self._fetch(self._begin(chunk, level)):
+        if level != TEXT and not self._arrives(self._begin(chunk, level)):
             level = TEXT  # unless the stream has ended
         if level == TEXT and not self._ledger.ended:
             self._ledger.queue_recompute(self._begin(chunk, level))
         self._now.chosen.append(level)
 
+    def _arrives(self, step: StreamStep) -> bool:
+        """As :meth:`_fetch`. If the link is gone, what can be recomputed is given up, too."""
+        try:
+            return self._fetch(step)
+        except StoreUnreachable:
+            if not (self._may_prefer_text(step) and self._now.can_recompute(step.chunk)):
+                raise
+            self._link_gone = True
+            return False
+
     def _refine(self) -> None:
-        while not self._ledger.ended:
+        while not self._ledger.ended and not self._link_gone:
             wanted = self._policy.refine(self._now.state(self._policy))
             if wanted is None or not self._improve(wanted):
                 return
@@ -303,11 +321,16 @@ class ChunkStream:
         self, step: StreamStep, meter: Meter
     ) -> Generator[tuple[int, bytes] | None, None, None]:
         """(layer, bytes) as they arrive; of what may become text also None while nothing does."""
-        segments = self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
+        segments = self._read(step, meter)
         if not self._may_prefer_text(step):
             yield from segments
         else:
             yield from with_pauses(segments, RECONSIDER_S)
+
+    def _read(self, step: StreamStep, meter: Meter) -> Generator[tuple[int, bytes], None, None]:
+        self._prepare(step.level)
+        meter.restart()
+        yield from self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
 
     def _may_prefer_text(self, step: StreamStep) -> bool:
         return not step.refinement and self._policy.adapts and self._recompute is not None

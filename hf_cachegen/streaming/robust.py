@@ -58,8 +58,8 @@ class RobustPolicy(Policy):
                 default=state.soonest_level(estimate),
             )
         deadline_s = self.target_s - state.tail_s
-        text_pays = state.text_fits(deadline_s) or state.text_saves_time(deadline_s)
-        return TEXT if text_pays and self.losses[level] > 0 else level
+        text_is_better = self.losses[level] > 0 and state.text_fits(deadline_s)
+        return TEXT if text_is_better or state.text_saves_time(deadline_s) else level
 
     def _fits(self, state: StreamState, estimate: RateEstimate, level: int) -> bool:
         deadline_s = self.target_s - state.tail_s

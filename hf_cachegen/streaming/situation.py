@@ -102,7 +102,7 @@ class Situation:
         """
         step = StreamStep(chunk, level, self._elapsed_s(), refinement=wanted is not None)
         if level == TEXT:
-            if not self._can_recompute(chunk):
+            if not self.can_recompute(chunk):
                 raise UnsupportedError(
                     f"the policy chose to recompute chunk {chunk}, which this model cannot do from "
                     "what the cache holds of the tokens before it; choose a level"
@@ -117,6 +117,12 @@ class Situation:
             step.predicted_transfer_s = estimate.median_s(size)
         step.predicted_decode_s = self._costs.decode_s()[chunk][level] or None
         return step
+
+    def can_recompute(self, chunk: int) -> bool:
+        """Whether the next chunk can be computed from its token ids."""
+        if self._holds_past is None:
+            return False
+        return self._holds_past[chunk] or self._last_text == chunk - 1
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self.started_at
@@ -140,11 +146,6 @@ class Situation:
         for chunk in range(len(seconds)):
             # A chunk that is still to be chosen may follow another such chunk.
             follows = possible and chunk > len(self.chosen)
-            possible = self._can_recompute(chunk) or follows
+            possible = self.can_recompute(chunk) or follows
             seconds[chunk] = PASS_MARGIN * seconds[chunk] if possible else math.inf
         return seconds
-
-    def _can_recompute(self, chunk: int) -> bool:
-        if self._holds_past is None:
-            return False
-        return self._holds_past[chunk] or self._last_text == chunk - 1

@@ -20,13 +20,17 @@ MIN_SAMPLE_BYTES = 1 << 16
 
 
 class Meter:
-    """Measures a link while a transfer runs, from the construction on.
+    """Measures a link while a transfer runs, from the construction or the last restart on.
 
     Once a slow decoder holds the transfer up, what arrives says nothing about the link: bytes wait
     in buffers on both sides and then come at once. So only what came before counts.
     """
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure."""
         self.size_bytes = 0
         self._started_s = time.monotonic()
         self._held_up: tuple[int, float] | None = None
@@ -116,29 +120,54 @@ class SegmentReader:
         self, chunk: int, wanted: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[int, int, bytes]]:
         """Yield (level, layer, checked bytes) of segments in file order."""
-        index = self._index(chunk)
-        path = self._artifact.manifest.chunks[chunk].path
+        if not self._artifact.has_index(chunk) and self._are_first(wanted):
+            yield from self._first_segments(chunk, wanted)
+            return
+        index = self._artifact.index(chunk)
         for run in _runs(index, wanted):
             spans = [index.segment(*segment) for segment in run]
-            size = sum(span.size for span in spans)
-            pieces = self._artifact.store.stream(path, spans[0].offset, size)
-            arrived = bytearray()
-            try:
-                for (level, layer), span in zip(run, spans, strict=True):
-                    while len(arrived) < span.size:
-                        arrived += next(pieces)
-                    data = bytes(arrived[: span.size])
-                    del arrived[: span.size]
-                    yield level, layer, self._checked(chunk, level, layer, data)
-            finally:
-                pieces.close()
+            with self._arriving(chunk, spans[0].offset, sum(s.size for s in spans)) as arriving:
+                yield from self._cut(chunk, run, arriving)
 
-    def _index(self, chunk: int) -> ChunkIndex:
-        """The chunk's index, asked for a second time if it is damaged."""
-        try:
-            return self._artifact.index(chunk)
-        except FormatError:
-            return self._artifact.index(chunk)
+    def _are_first(self, wanted: Sequence[tuple[int, int]]) -> bool:
+        """Whether these are the segments of the first levels, right after the index."""
+        n_layers = self._artifact.manifest.n_layers
+        return bool(wanted) and list(wanted) == [
+            (level, layer) for level in range(wanted[-1][0] + 1) for layer in range(n_layers)
+        ]
+
+    def _first_segments(
+        self, chunk: int, wanted: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, bytes]]:
+        """The same of the segments of the first levels, in one transfer with the index.
+
+        A request for the index alone would cost a round trip before the first segment.
+        """
+        index_bytes = self._artifact.index_bytes
+        own_bytes = self._artifact.manifest.chunks[chunk].level_bytes[: wanted[-1][0] + 1]
+        with self._arriving(chunk, 0, index_bytes + sum(own_bytes)) as arriving:
+            data = arriving.take(index_bytes)
+            try:
+                self._artifact.take_index(chunk, data)
+            except FormatError:  # what a second request brings may be intact
+                self._artifact.index(chunk)
+            yield from self._cut(chunk, wanted, arriving)
+
+    @contextlib.contextmanager
+    def _arriving(self, chunk: int, offset: int, size: int) -> Iterator[_Arriving]:
+        """A transfer of a range of a chunk's file."""
+        path = self._artifact.manifest.chunks[chunk].path
+        with contextlib.closing(self._artifact.store.stream(path, offset, size)) as pieces:
+            yield _Arriving(pieces)
+
+    def _cut(
+        self, chunk: int, run: Sequence[tuple[int, int]], arriving: _Arriving
+    ) -> Iterator[tuple[int, int, bytes]]:
+        """Segments that lie side by side, as they arrive."""
+        index = self._artifact.index(chunk)
+        for level, layer in run:
+            data = arriving.take(index.segment(level, layer).size)
+            yield level, layer, self._checked(chunk, level, layer, data)
 
     def _checked(self, chunk: int, level: int, layer: int, data: bytes) -> bytes:
         """The segment if it is intact, else what a second request brings."""
@@ -152,6 +181,22 @@ class SegmentReader:
                 index.check(level, layer, data)
             except FormatError as error:
                 raise self.located(chunk, level, layer, error) from error
+        return data
+
+
+class _Arriving:
+    """The bytes of a transfer, to be taken in order as they arrive."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._arrived = bytearray()
+
+    def take(self, size: int) -> bytes:
+        """The next so many bytes."""
+        while len(self._arrived) < size:
+            self._arrived += next(self._pieces)
+        data = bytes(self._arrived[:size])
+        del self._arrived[:size]
         return data
 
 

@@ -14,7 +14,7 @@ from hf_cachegen.codec.delta import DeltaConfig, DeltaTables
 from hf_cachegen.codec.transform_tables import TransformConfig, TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout, Record, canonical_json
-from hf_cachegen.stores.base import Store
+from hf_cachegen.stores.base import Store, intact
 
 RECORD_NAME = "table.json"
 
@@ -135,15 +135,19 @@ class TableRecord(Record):
             It is damaged or of another version.
         """
         path = path_in(folder, RECORD_NAME)
-        try:
-            return cls.model_validate_json(store.read(path, max_bytes=MAX_RECORD_BYTES))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            field = ".".join(map(str, first["loc"])) or "document"
-            raise FormatError(
-                f"{path} in {store.location}: not a model table of this version "
-                f"({field}: {first['msg']})"
-            ) from error
+
+        def read() -> TableRecord:
+            try:
+                return cls.model_validate_json(store.read(path, max_bytes=MAX_RECORD_BYTES))
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                field = ".".join(map(str, first["loc"])) or "document"
+                raise FormatError(
+                    f"{path} in {store.location}: not a model table of this version "
+                    f"({field}: {first['msg']})"
+                ) from error
+
+        return intact(read)
 
     @property
     def codec_names(self) -> tuple[str, ...]:

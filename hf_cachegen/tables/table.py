@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hf_cachegen.codec.delta import DeltaTables
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout
-from hf_cachegen.stores.base import Store
+from hf_cachegen.stores.base import Store, intact
 from hf_cachegen.tables.record import (
     RECORD_NAME,
     Arrays,
@@ -109,7 +110,7 @@ class ModelTable:
         payloads: dict[str, bytes] = {}
         for entry in record.codecs:
             path = path_in(folder, entry.file_name)
-            payload = _read(store, path, entry.arrays)
+            payload = intact(partial(_read, store, path, entry.arrays))
             arrays = _to_arrays(payload, f"{path} in {store.location}")
             tables[entry.codec] = entry.tables(record.layout, arrays)
             payloads[entry.file_name] = payload
@@ -180,10 +181,7 @@ class ModelTable:
         """
         target, files = Path(folder), self._files(codecs)
         if not holds_files(target, files):
-            if target.exists() and not _may_be_replaced(target):
-                raise ValueError(
-                    f"expected a new folder or that of a table, {target} holds other files"
-                )
+            check_replaceable(target)
             replace_folder(target, files)
         if card is not None:
             (target / CARD_NAME).write_text(card, encoding="utf-8")
@@ -193,6 +191,14 @@ class ModelTable:
         record = self.record.subset(codecs)
         names = [entry.file_name for entry in record.codecs]
         return {RECORD_NAME: record.to_bytes(), **{name: self.payloads[name] for name in names}}
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise ValueError if a folder holds other files than those of a table, intact or not."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or not all(_TABLE_FILE.fullmatch(p.name) for p in folder.iterdir()):
+        raise ValueError(f"expected a new folder or that of a table, {folder} holds other files")
 
 
 def _entry(tables: CodecTables, arrays: ArraysFile) -> DeltaRecord | TransformRecord:
@@ -225,8 +231,3 @@ def _to_arrays(payload: bytes, where: str) -> dict[str, NDArray[Any]]:
         return dict(safetensors.numpy.load(payload))
     except (safetensors.SafetensorError, KeyError, ValueError) as error:
         raise FormatError(f"{where}: not a safetensors file ({error}); fetch it again") from error
-
-
-def _may_be_replaced(folder: Path) -> bool:
-    """Whether a folder holds a table, intact or not, or nothing."""
-    return folder.is_dir() and all(_TABLE_FILE.fullmatch(path.name) for path in folder.iterdir())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,30 +20,16 @@ Save = Callable[..., Manifest]
 GOLDEN = Path(__file__).parents[1] / "golden" / "artifact_v1"
 
 
-class RecordingStore(LocalStore):
-    """A local store that remembers what was read."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.reads: list[tuple[str, int, int | None]] = []
-
-    def _pieces(
-        self, path: str, offset: int, size: int | None, max_bytes: int
-    ) -> Generator[bytes, None, None]:
-        self.reads.append((path, offset, size))
-        return super()._pieces(path, offset, size, max_bytes)
-
-
 @pytest.fixture
 def folder(tmp_path: Path, save: Save) -> Path:
     save(tmp_path, range(20))
     return tmp_path
 
 
-def test_open_reads_no_chunk_and_an_index_is_read_once(folder: Path) -> None:
-    store = RecordingStore(folder)
+def test_open_reads_no_chunk_and_an_index_is_read_once(folder: Path, recording_store: Any) -> None:
+    store = recording_store(folder)
     artifact = Artifact.open(store)
-    assert [path for path, _, _ in store.reads] == ["cache.json", artifact.manifest.tokens.path]
+    assert store.paths == ["cache.json", artifact.manifest.tokens.path]
     assert artifact.token_ids.dtype == np.int32
     assert artifact.token_ids.tolist() == list(range(20))
     assert not artifact.token_ids.flags.writeable
@@ -50,6 +37,15 @@ def test_open_reads_no_chunk_and_an_index_is_read_once(folder: Path) -> None:
     assert artifact.index(1) is artifact.index(1)
     size = artifact.index(1).offsets[0]
     assert store.reads == [(artifact.manifest.chunks[1].path, 0, size)]
+
+
+def test_token_ids_can_be_read_when_they_are_asked_for(folder: Path, recording_store: Any) -> None:
+    store = recording_store(folder)
+    artifact = Artifact.open(store, tokens=False)
+    assert store.paths == ["cache.json"]
+    assert artifact.token_ids.tolist() == list(range(20))
+    assert artifact.token_ids is artifact.token_ids
+    assert store.paths == ["cache.json", artifact.manifest.tokens.path]
 
 
 def test_segments_are_where_the_index_says(folder: Path) -> None:
@@ -184,10 +180,10 @@ def stateful(tmp_path: Path, save: Save) -> Path:
     return tmp_path
 
 
-def test_states_are_read_when_they_are_asked_for(stateful: Path) -> None:
-    store = RecordingStore(stateful)
+def test_states_are_read_when_they_are_asked_for(stateful: Path, recording_store: Any) -> None:
+    store = recording_store(stateful)
     artifact = Artifact.open(store)
-    assert [path for path, _, _ in store.reads] == ["cache.json", artifact.manifest.tokens.path]
+    assert store.paths == ["cache.json", artifact.manifest.tokens.path]
     assert artifact.read_states() == STATES
     report = artifact.verify()
     assert report.size_bytes == sum(chunk.size_bytes for chunk in artifact.manifest.chunks) + 200

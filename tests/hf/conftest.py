@@ -174,6 +174,7 @@ class TrickyStore(LocalStore):
 
     def __post_init__(self) -> None:
         super().__init__(self.folder)
+        self.index_bytes = Artifact.open(LocalStore(self.folder), tokens=False).index_bytes
 
     def close(self) -> None:
         self.closed.set()
@@ -192,9 +193,10 @@ class TrickyStore(LocalStore):
         if self.damage and offset >= self.damage_offset:
             self.damage -= 1
             data = data[:-1] + bytes([data[-1] ^ 1])
-        if self.withhold_from is not None and offset > 0:
-            yield data[: self.withhold_from]
-            data = data[self.withhold_from :]
+        head = max(self.index_bytes - offset, 0)
+        if self.withhold_from is not None and len(data) > head:
+            yield data[: head + self.withhold_from]
+            data = data[head + self.withhold_from :]
             self.gate.wait(timeout=20)
             if self.closed.is_set():
                 raise StoreError("the store was closed")

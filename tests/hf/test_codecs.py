@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +68,6 @@ def published_table(both: ModelTable, hub: LocalHub, tmp_path: Path) -> dict[str
     return options
 
 
-class CountingStore(LocalStore):
-    """A folder that remembers what was read of it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.reads: list[str] = []
-
-    def _pieces(
-        self, path: str, offset: int, size: int | None, max_bytes: int
-    ) -> Generator[bytes, None, None]:
-        self.reads.append(path)
-        return super()._pieces(path, offset, size, max_bytes)
-
-
 def refer(table: ModelTable, location: str, *codecs: str) -> TableRef:
     digests = table.record.digests
     return TableRef(name="t", codecs={codec: digests[codec] for codec in codecs}, location=location)
@@ -111,50 +97,6 @@ def load(llama: Any, folder: Path, **options: Any) -> CompressedStreamingCache:
     )
     cache.wait()
     return cache
-
-
-def test_embedded_table_lands_in_the_table_cache(llama: Any, table_cache: Path) -> None:
-    table = load(llama, llama.folder).table()
-    kept = ModelTable.load(LocalStore(table_cache / table.record.digests["delta"]))
-    assert kept.record == table.record
-    assert kept.payloads == table.payloads
-
-
-def test_table_in_the_table_cache_is_not_fetched_again(
-    llama: Any, table_cache: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "a"
-    llama.load("delta-0").save_pretrained(folder)
-    expected = load(llama, folder).layers[0].keys
-    for file in (folder / "table").rglob("*.*"):
-        file.unlink()
-    assert torch.equal(load(llama, folder).layers[0].keys, expected)
-    for file in table_cache.rglob("*.*"):
-        file.unlink()
-    with pytest.raises(StoreError, match="table"):
-        load(llama, folder)
-
-
-@pytest.mark.parametrize("name", [RECORD_NAME, DELTA])
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damaged_entry_of_the_table_cache_is_replaced(
-    llama: Any, table_cache: Path, name: str, damage: str
-) -> None:
-    digest = load(llama, llama.folder).table().record.digests["delta"]
-    file = table_cache / digest / name
-    intact = file.read_bytes()
-    if damage == "remove":
-        file.unlink()
-    else:
-        file.write_bytes(intact[:-9] + (b"" if damage == "cut" else b"#" * 9))
-    load(llama, llama.folder)
-    assert file.read_bytes() == intact
-
-
-def test_table_cache_that_cannot_be_written_to_does_no_harm(llama: Any, table_cache: Path) -> None:
-    table_cache.parent.mkdir(parents=True)
-    table_cache.write_text("a file where the folder should be")
-    assert load(llama, llama.folder).get_seq_length() == len(llama.ids)
 
 
 def test_table_in_the_callers_hands_is_used(llama: Any, table_cache: Path) -> None:
@@ -239,27 +181,22 @@ def test_exact_levels_name_no_table(llama: Any, both: ModelTable, tmp_path: Path
 
 
 def test_only_the_codec_of_a_level_is_read(
-    both: ModelTable, table_cache: Path, tmp_path: Path
+    both: ModelTable, table_cache: Path, tmp_path: Path, recording_store: Any
 ) -> None:
     reference = refer(both, EMBEDDED, "transform", "delta")
     both.save(tmp_path / reference.folder)
-    store = CountingStore(tmp_path)
+    store = recording_store(tmp_path)
     codecs = level_codecs(both, reference, store)
-    assert store.reads == []
+    assert store.paths == []
     assert [codecs[level].name for level in (0, 1, 0)] == ["delta"] * 3
-    assert store.reads == [f"{reference.folder}/{name}" for name in (RECORD_NAME, DELTA)]
-    assert names_in(table_cache) == {reference.codecs["delta"]}
+    assert store.paths == [f"{reference.folder}/{name}" for name in (RECORD_NAME, DELTA)]
     store.reads.clear()
     whole = codecs.table()
-    assert store.reads == [f"{reference.folder}/{name}" for name in (RECORD_NAME, TRANSFORM)]
+    assert store.paths == [f"{reference.folder}/{name}" for name in (RECORD_NAME, TRANSFORM)]
     assert whole.record.digests == reference.codecs
     assert codecs[2].name == "delta"
     assert whole.tables["delta"] is codecs.table().tables["delta"]
-    store.reads.clear()
-    again = level_codecs(both, reference, store)
-    assert again[3].name == "delta"
-    assert again.table().record == whole.record
-    assert store.reads == []  # all of it came from the table cache
+    assert not table_cache.exists()  # it is no nearer than the artefact
 
 
 def test_reader_fetches_one_file_of_a_table_on_the_hub(
@@ -343,27 +280,15 @@ def test_table_of_another_layout_is_refused(
         LevelCodecs(levels, layout, reference, LocalStore(tmp_path))[0]
 
 
-def test_another_table_under_a_digest_in_the_table_cache_is_replaced(
-    llama: Any, table: ModelTable, table_cache: Path, tmp_path: Path
-) -> None:
-    reference = refer(table, EMBEDDED, "delta")
-    table.save(tmp_path / reference.folder)
-    folder = table_cache / reference.codecs["delta"]
-    llama.load("lossless").table().save(folder)
-    codecs = level_codecs(table, reference, LocalStore(tmp_path))
-    assert codecs.table().record == table.record
-    assert ModelTable.load(LocalStore(folder)).record == table.record
-
-
 def test_level_of_a_newer_codec_is_refused_without_a_read(
-    both: ModelTable, table_cache: Path, tmp_path: Path
+    both: ModelTable, table_cache: Path, tmp_path: Path, recording_store: Any
 ) -> None:
     level = LevelRecord(name="new", codec="newer", exact=False)
     reference = TableRef(name="t", codecs={"newer": "12" * 16}, location=EMBEDDED)
-    store = CountingStore(tmp_path)
+    store = recording_store(tmp_path)
     with pytest.raises(FormatError, match="unknown codec 'newer'; upgrade"):
         LevelCodecs([level], both.record.layout, reference, store)[0]
-    assert store.reads == []
+    assert store.paths == []
 
 
 def test_push_removes_files_of_the_table_before(

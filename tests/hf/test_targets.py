@@ -14,10 +14,13 @@ import torch
 
 from hf_cachegen import CompressedStreamingCache, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
-from hf_cachegen.bench.link import LinkServer, Stall
+from hf_cachegen.bench.link import Gone, LinkServer, Stall
 from hf_cachegen.codec.transform_tables import TransformConfig
+from hf_cachegen.errors import StoreUnreachable
 from hf_cachegen.hf.calibration import calibrate, machine_rates
+from hf_cachegen.hf.policies import resolve_policy
 from hf_cachegen.stores import HttpStore, LocalStore
+from hf_cachegen.streaming.controller import FixedLevel
 from hf_cachegen.streaming.policy import TEXT, Refinement
 from hf_cachegen.streaming.rates import PrefillCost
 
@@ -63,13 +66,13 @@ def test_link_that_stands_still_is_not_waited_for(
     """
     slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
     machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)
-    with LinkServer(slow.folder) as server:
-        with HttpStore(server.url) as store:
-            Artifact.open(store)
+    with LinkServer(slow.folder) as server, HttpStore(server.url) as store:
+        artifact = Artifact.open(store)
         opening = len(server.requests)
-        server.faults = tuple(Stall(2 * opening + i, 0, duration_s=60.0) for i in range(100))
+        server.faults = tuple(Stall(opening + i, 0, duration_s=60.0) for i in range(100))
+        chosen = resolve_policy(artifact.manifest.levels, policy=policy, ttft_target_s=3.0)
         started = time.monotonic()
-        cache = over(server, slow, policy, 3.0)
+        cache = CompressedStreamingCache(artifact, slow.model, chosen)
         logits = slow.forward(cache, SUFFIX)
         assert time.monotonic() - started < 8
         assert any(not step.finished and step.level != TEXT for step in cache.stream_report())
@@ -175,3 +178,35 @@ def test_report_sets_what_happened_beside_what_was_expected(llama: Any) -> None:
     for step in text.stream_report():
         assert step.predicted_recompute_s == pytest.approx(step.recompute_s, rel=2.0, abs=0.05)
         assert step.transfer_s is None
+
+
+@pytest.mark.parametrize("policy", ["robust", "layered", "paper", "soonest:lossless"])
+@pytest.mark.parametrize("request_", [0, 1, 3])
+def test_link_that_is_gone_is_not_the_end(llama: Any, policy: str, request_: int) -> None:
+    """With the table, in the middle of a chunk, or later: what is missing is recomputed."""
+    slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
+    machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)  # nothing to wish for
+    with LinkServer(slow.folder) as server, HttpStore(server.url, retries=1) as store:
+        artifact = Artifact.open(store)
+        server.faults = (Gone(len(server.requests) + request_, at_byte=100),)
+        levels = artifact.manifest.levels
+        target_s = None if policy.startswith("soonest") else 3.0
+        chosen = resolve_policy(levels, policy=policy, ttft_target_s=target_s)
+        cache = CompressedStreamingCache(artifact, slow.model, chosen)
+        logits = slow.forward(cache, SUFFIX)
+        assert server.is_gone
+        finished = [step for step in cache.stream_report() if step.finished]
+        assert any(step.level == TEXT for step in finished)
+        if all(levels[step.level].exact or step.level == TEXT for step in finished):
+            torch.testing.assert_close(logits, slow.forward(slow.native(), SUFFIX))
+        cache.close()
+
+
+def test_link_that_is_gone_ends_a_stream_that_knows_nothing_else(llama: Any) -> None:
+    with LinkServer(llama.folder) as server, HttpStore(server.url, retries=1) as store:
+        artifact = Artifact.open(store)
+        server.faults = (Gone(len(server.requests), at_byte=100),)
+        cache = CompressedStreamingCache(artifact, llama.model, FixedLevel(0))
+        with pytest.raises(StoreUnreachable, match="gave up"):
+            llama.forward(cache, SUFFIX)
+        cache.close()

@@ -146,6 +146,43 @@ def test_nobody_listens() -> None:
         store.read(CHUNK, max_bytes=1)
 
 
+def test_a_stalled_connection_is_given_up_long_before_the_timeout(
+    folder: Path, chunk: bytes
+) -> None:
+    """If the server has answered before: another connection may well get through."""
+    faults = [Stall(1, at_byte=100_000, duration_s=30.0), Stall(2, at_byte=0, duration_s=30.0)]
+    with LinkServer(folder, faults=faults) as server, HttpStore(server.url, timeout_s=20) as store:
+        assert store.read("cache.json", max_bytes=100) == b'{"version": 1}'
+        started_s = time.monotonic()
+        assert b"".join(store.stream(CHUNK, 0, 300_000)) == chunk
+        assert time.monotonic() - started_s < 5.0
+    assert [range_[0] for range_ in ranges(server)[2:]] == [100_000, 100_000]
+
+
+def test_a_slow_server_is_not_asked_twice(folder: Path, chunk: bytes) -> None:
+    with LinkServer(folder, latency_s=0.5) as server, HttpStore(server.url) as store:
+        for _ in range(2):
+            assert b"".join(store.stream(CHUNK, 0, 300_000)) == chunk
+    assert len(server.requests) == 2
+
+
+def test_a_server_that_becomes_slow_is_waited_for(folder: Path, chunk: bytes) -> None:
+    with LinkServer(folder) as server, HttpStore(server.url, timeout_s=5.0) as store:
+        assert store.read(CHUNK, max_bytes=300_000) == chunk
+        server.answers_after_s = 1.0
+        assert store.read(CHUNK, max_bytes=300_000) == chunk
+        assert store.read(CHUNK, max_bytes=300_000) == chunk
+    # The second read learnt how long it takes by now, the third knew.
+    assert len(server.requests) == 4
+
+
+def test_the_only_attempt_waits_for_the_timeout(folder: Path, chunk: bytes) -> None:
+    with LinkServer(folder) as server, HttpStore(server.url, timeout_s=5.0, retries=0) as store:
+        assert store.read(CHUNK, max_bytes=300_000) == chunk
+        server.answers_after_s = 1.0
+        assert store.read(CHUNK, max_bytes=300_000) == chunk
+
+
 def test_a_drip_is_a_stall(folder: Path) -> None:
     with (
         LinkServer(folder, rate_bytes_per_s=2000) as server,

@@ -98,6 +98,17 @@ def test_paper_takes_text_when_all_of_it_fits():
     assert policy.choose(state(recompute_s=[0.25] * 4, tail_s=0.1)) == 2
 
 
+def test_robust_recomputes_instead_of_an_exact_level_once_the_link_is_dead():
+    """The only level is exact. Of a link that is alive it is as good as text."""
+    policy = RobustPolicy(1.0, (0.0,), first_level=0)
+    sizes = [(10**7,)] * 4
+    known = state(sizes_bytes=sizes, recompute_s=[0.5] * 4, decode_s=[(0.0,)] * 4)
+    alive = dataclasses.replace(known, throughputs_bytes_per_s=[1e9] * 8)
+    assert policy.choose(alive) == 0
+    dead = dataclasses.replace(known, throughputs_bytes_per_s=[1.0] * 8, elapsed_s=0.5)
+    assert policy.choose(dead) == TEXT
+
+
 def test_soonest_recomputes_what_is_there_no_later_that_way():
     """40 MB a chunk at level 2, and 100 MB/s: four chunks take 1.6 s, three 1.2 s."""
     known = state(throughputs_bytes_per_s=[1e8], recompute_s=[0.6] * 4, decode_s=[(0.0,) * 4] * 4)

@@ -93,6 +93,9 @@ def tried_one_by_one(
     refined = [
         (chunk, plan[chunk]) for chunk in reversed(plan) if plan[chunk] > state.chosen[chunk]
     ]
+    # Rounded as the policy rounds.
+    link_s = target_s - state.elapsed_s - sum(costs(*found)[1] for found in refined)
+    compute_s = target_s - state.compute_begin_s() - sum(costs(*found)[2] for found in refined)
     on_the_way = [
         (chunk, level)
         for chunk, final in refined

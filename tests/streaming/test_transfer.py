@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_cachegen.artifact import Artifact, ArtifactWriter, Identity, LevelRecord
+from hf_cachegen.artifact import Artifact, LevelRecord
 from hf_cachegen.errors import FormatError, StoreError
-from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 from hf_cachegen.streaming import transfer
 from hf_cachegen.streaming.transfer import MIN_SAMPLE_BYTES, Meter, SegmentReader, with_pauses
 
@@ -64,31 +64,14 @@ def part(segment: Segment, chunk: int, level: int, layer: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def nested(tmp_path_factory: pytest.TempPathFactory, segment: Segment) -> Path:
+def nested(make_up: Any, segment: Segment) -> Path:
     """Two chunks: a base, two refinements in a row, an exact level, another refinement."""
-    tensor = TensorSpec(name="keys", heads=2, dim=64)
-    layer = LayerSpec(kind="full_attention", tensors=(tensor,))
-    identity = Identity(
-        model_id="org/model",
-        weights="ab" * 16,
-        config="cd" * 16,
-        architecture="LlamaForCausalLM",
-        layout=KVLayout(dtype="float32", ropes={}, layers=(layer,) * len(LAYERS)),
-    )
     refines = {"base": None, "fine": "base", "finer": "fine", "exact": None, "beside": "base"}
     levels = [
         LevelRecord(name=name, codec="raw", exact=name == "exact", refines=refined)
         for name, refined in refines.items()
     ]
-    target = tmp_path_factory.mktemp("nested") / "artefact"
-    with ArtifactWriter(target, identity, levels, 8, list(range(16))) as writer:
-        for plan in writer.missing_chunks():
-            writer.add_chunk(
-                plan,
-                [[part(segment, plan.position, i, j) for j in LAYERS] for i in range(5)],
-            )
-        writer.commit()
-    return target
+    return make_up(levels, 2, partial(part, segment))
 
 
 @pytest.fixture
@@ -140,6 +123,17 @@ def test_levels_side_by_side_are_one_transfer(reader: Any) -> None:
         store.reads.clear()
         fetch(segments, 0, level)
         assert len(store.reads) == requests
+
+
+@pytest.mark.parametrize(("level", "requests"), [(0, 1), (1, 1), (2, 1), (3, 2), (4, 3)])
+def test_the_index_comes_with_the_first_levels(
+    nested: Path, recording_store: Any, level: int, requests: int
+) -> None:
+    store = recording_store(nested)
+    segments = SegmentReader(Artifact.open(store))
+    store.reads.clear()
+    fetch(segments, 0, level)
+    assert len(store.reads) == requests
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 1), (0, 2), (1, 2), (0, 4)])

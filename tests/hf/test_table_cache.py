@@ -1,0 +1,142 @@
+"""The table cache: each table once, for all artefacts that share it, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_cachegen import CompressedStreamingCache, FormatError, ModelTable, save_cache
+from hf_cachegen.artifact import EMBEDDED, TableRef
+from hf_cachegen.bench.link import LinkServer
+from hf_cachegen.hf.codecs import LevelCodecs
+from hf_cachegen.levels import lossy_levels
+from hf_cachegen.stores import HttpStore, LocalStore
+from hf_cachegen.tables import RECORD_NAME
+
+TRANSFORM = "transform.safetensors"
+
+
+@pytest.fixture(scope="module")
+def table(llama: Any, transform_table: Callable[..., ModelTable]) -> ModelTable:
+    """A table that any artefact of the model may share."""
+    return transform_table(llama.model)
+
+
+@pytest.fixture(scope="module")
+def folders(llama: Any, table: ModelTable, tmp_path_factory: Any) -> Path:
+    """Artefacts ``a`` and ``b`` of two contexts with one table, and ``own`` with its own."""
+    root = tmp_path_factory.mktemp("artefacts")
+    for name, ids in (("a", llama.ids), ("b", llama.ids.flip(0))):
+        save_cache(llama.model, None, ids, root / name, tables=table, progress=False)
+    save_cache(llama.model, None, llama.ids, root / "own", progress=False)
+    return root
+
+
+@pytest.fixture
+def server(folders: Path) -> Iterator[LinkServer]:
+    """All of them over HTTP."""
+    with LinkServer(folders) as server:
+        yield server
+
+
+def load(llama: Any, location: str | Path) -> ModelTable:
+    """The table of an artefact that has been decoded with it."""
+    cache = CompressedStreamingCache.from_pretrained(location, model=llama.model, level="coarsest")
+    cache.wait()
+    table = cache.table()
+    assert table is not None
+    return table
+
+
+def fetched(server: LinkServer) -> set[str]:
+    """Which artefacts' tables have been fetched."""
+    paths = (record.path.strip("/") for record in server.requests if "/table/" in record.path)
+    return {path.split("/")[0] for path in paths}
+
+
+def entries(table_cache: Path) -> set[str]:
+    return {path.name for path in table_cache.iterdir()} if table_cache.exists() else set()
+
+
+def test_table_that_artefacts_share_is_fetched_and_kept_once(
+    llama: Any, table: ModelTable, server: LinkServer, table_cache: Path
+) -> None:
+    for name in ("a", "b", "a"):
+        assert load(llama, f"{server.url}/{name}").record == table.record
+    assert fetched(server) == {"a"}
+    digest = table.record.digests["transform"]
+    assert entries(table_cache) == {digest}
+    kept = ModelTable.load(LocalStore(table_cache / digest))
+    assert (kept.record, kept.payloads) == (table.record, table.payloads)
+
+
+def test_table_of_one_context_is_not_kept(
+    llama: Any, server: LinkServer, table_cache: Path
+) -> None:
+    for _ in range(2):
+        load(llama, f"{server.url}/own")
+    assert fetched(server) == {"own"}
+    assert entries(table_cache) == set()
+
+
+@pytest.mark.parametrize("name", ["a", "own"])
+def test_damage_of_a_local_artefact_shows(
+    llama: Any,
+    folders: Path,
+    server: LinkServer,
+    table_cache: Path,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    load(llama, f"{server.url}/{name}")  # so that a table that is kept would serve
+    before = entries(table_cache)
+    load(llama, folders / name)
+    assert entries(table_cache) == before
+    (file,) = (folders / name).glob("table/*/*.safetensors")
+    intact = file.read_bytes()
+    file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+    try:
+        with pytest.raises(FormatError, match=f"{file.name}.*damaged"):
+            load(llama, folders / name)
+    finally:
+        file.write_bytes(intact)
+
+
+@pytest.mark.parametrize("name", [RECORD_NAME, TRANSFORM])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_entry_is_replaced(
+    llama: Any, server: LinkServer, table_cache: Path, name: str, damage: str
+) -> None:
+    digest = load(llama, f"{server.url}/a").record.digests["transform"]
+    file = table_cache / digest / name
+    intact = file.read_bytes()
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(intact[:-9] + (b"" if damage == "cut" else b"#" * 9))
+    load(llama, f"{server.url}/b")
+    assert file.read_bytes() == intact
+
+
+def test_another_table_under_a_digest_is_replaced(
+    llama: Any, table: ModelTable, server: LinkServer, folders: Path, table_cache: Path
+) -> None:
+    digest = table.record.digests["transform"]
+    load(llama, folders / "own").save(table_cache / digest)
+    levels = lossy_levels(table, "transform")
+    reference = TableRef(name="t", codecs={"transform": digest}, location=EMBEDDED)
+    with HttpStore(f"{server.url}/a") as store:
+        codecs = LevelCodecs(levels, table.record.layout, reference, store)
+        assert codecs.table().record == table.record
+    assert ModelTable.load(LocalStore(table_cache / digest)).record == table.record
+
+
+def test_table_cache_that_cannot_be_written_to_does_no_harm(
+    llama: Any, table: ModelTable, server: LinkServer, table_cache: Path
+) -> None:
+    table_cache.parent.mkdir(parents=True)
+    table_cache.write_text("a file where the folder should be")
+    assert load(llama, f"{server.url}/a").record == table.record
