@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hf_cachegen.artifact.manifest import LevelRecord
 from hf_cachegen.codec.base import SegmentCodec
-from hf_cachegen.codec.delta import DeltaCodec, DeltaTables
+from hf_cachegen.codec.delta import DeltaCodec, DeltaConfig, DeltaTables
 from hf_cachegen.codec.exact import LosslessCodec, RawCodec
 from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.codec.transform import TransformCodec, encode_ladder
-from hf_cachegen.codec.transform_tables import TransformTables
+from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.errors import FormatError, TableMismatch
 from hf_cachegen.layout import KVLayout
 from hf_cachegen.tables import CodecTables, ModelTable
@@ -24,6 +24,9 @@ RAW = LevelRecord(name="raw", codec="raw", exact=True)
 IMPORTANCE = "importance"
 """Parameter of a level that tells its encodings apart; decoding does not depend on it."""
 
+CodecConfig = TransformConfig | DeltaConfig
+"""Parameters of a codec that needs a model table."""
+
 TABLE_CODECS = ("transform", "delta")
 """Codecs that need a model table, in ladder order.
 
@@ -33,13 +36,11 @@ A ladder goes from coarse to fine, and readers pick from it by position. At equa
 """
 
 
-def lossy_levels(table: ModelTable, codec: str) -> tuple[LevelRecord, ...]:
-    """The levels of one of a table's codecs, coarse to fine; none if the table lacks the codec."""
-    tables = table.tables.get(codec)
-    if tables is None:
-        return ()
-    parameter, steps = _steps(tables)
-    nested = isinstance(tables, TransformTables)
+def codec_levels(config: CodecConfig) -> tuple[LevelRecord, ...]:
+    """The levels of a codec with these parameters, coarse to fine."""
+    parameter, steps = _steps(config)
+    nested = isinstance(config, TransformConfig)
+    codec = "transform" if nested else "delta"
     return tuple(
         LevelRecord(
             name=f"{codec}-{index}",
@@ -52,19 +53,30 @@ def lossy_levels(table: ModelTable, codec: str) -> tuple[LevelRecord, ...]:
     )
 
 
+def lossy_levels(table: ModelTable, codec: str) -> tuple[LevelRecord, ...]:
+    """The levels of one of a table's codecs, coarse to fine; none if the table lacks the codec."""
+    tables = table.tables.get(codec)
+    return () if tables is None else codec_levels(tables.config)
+
+
+def ladder(configs: Iterable[CodecConfig]) -> tuple[LevelRecord, ...]:
+    """Every level of codecs with these parameters, and the exact ones, in ladder order."""
+    lossy = [level for config in configs for level in codec_levels(config)]
+    return (*sorted(lossy, key=lambda level: TABLE_CODECS.index(level.codec)), LOSSLESS, RAW)
+
+
 def available_levels(table: ModelTable | None) -> tuple[LevelRecord, ...]:
     """Every level there is, in ladder order; without a table only exact ones."""
-    lossy = [lossy_levels(table, codec) for codec in TABLE_CODECS] if table else []
-    return (*(level for levels in lossy for level in levels), LOSSLESS, RAW)
+    return ladder(tables.config for tables in table.tables.values()) if table else ladder(())
 
 
-def default_levels(table: ModelTable | None) -> tuple[LevelRecord, ...]:
-    """What an artefact holds: the levels of the table's best codec, and ``lossless``.
+def default_levels(available: Sequence[LevelRecord]) -> tuple[LevelRecord, ...]:
+    """What an artefact holds: the levels of the best codec of a ladder, and ``lossless``.
 
     Others, such as ``raw``, which is ``lossless`` but larger, are there by name.
     """
-    lossy = [lossy_levels(table, codec) for codec in TABLE_CODECS] if table else []
-    return (*next(filter(None, lossy), ()), LOSSLESS)
+    lossy = [level for level in available if not level.exact]
+    return (*(level for level in lossy if level.codec == lossy[0].codec), LOSSLESS)
 
 
 def select_levels(
@@ -198,16 +210,16 @@ def encode_levels(
     return [segments.get(codec, b"") for codec in codecs]
 
 
-def _steps(tables: CodecTables) -> tuple[str, tuple[float, ...]]:
+def _steps(config: CodecConfig) -> tuple[str, tuple[float, ...]]:
     """What a codec's levels differ in: its name in a level's parameters, and each level's value."""
-    if isinstance(tables, DeltaTables):
-        return "factor", tables.config.factors
-    return "step", tables.config.steps
+    if isinstance(config, TransformConfig):
+        return "step", config.steps
+    return "factor", config.factors
 
 
 def _level_index(level: LevelRecord, tables: CodecTables) -> int:
     """The position of a level among its codec's."""
-    name, steps = _steps(tables)
+    name, steps = _steps(tables.config)
     params = {key: value for key, value in level.params.items() if key != IMPORTANCE}
     for index, step in enumerate(steps):
         if type(params.get("level")) is int and params == {"level": index, name: step}:

@@ -69,16 +69,16 @@ def names(levels: tuple[LevelRecord, ...]) -> list[str]:
 
 def test_ladder_goes_from_coarse_to_exact(table: ModelTable) -> None:
     assert names(available_levels(table)) == ["delta-0", "delta-1", "lossless", "raw"]
-    assert names(default_levels(table)) == ["delta-0", "delta-1", "lossless"]
+    assert names(default_levels(available_levels(table))) == ["delta-0", "delta-1", "lossless"]
     assert names(available_levels(None)) == ["lossless", "raw"]
-    assert names(default_levels(None)) == ["lossless"]
+    assert names(default_levels(available_levels(None))) == ["lossless"]
     assert [level.exact for level in available_levels(table)] == [False, False, True, True]
 
 
 def test_transform_comes_first_and_is_the_default(both: ModelTable) -> None:
     transform = ["transform-0", "transform-1", "transform-2"]
     assert names(available_levels(both)) == [*transform, "delta-0", "delta-1", "lossless", "raw"]
-    assert names(default_levels(both)) == [*transform, "lossless"]
+    assert names(default_levels(available_levels(both))) == [*transform, "lossless"]
     assert [level.params for level in lossy_levels(both, "transform")] == [
         {"level": 0, "step": 0.9},
         {"level": 1, "step": 0.9 / 3},
@@ -154,7 +154,7 @@ def test_codecs_that_levels_need_a_table_for(both: ModelTable) -> None:
     available = available_levels(both)
     assert table_codecs(available) == ("transform", "delta")
     assert table_codecs(reversed(available)) == ("transform", "delta")
-    assert table_codecs(default_levels(both)) == ("transform",)
+    assert table_codecs(default_levels(available_levels(both))) == ("transform",)
     assert table_codecs(select_levels(available, ["delta-0", "raw"])) == ("delta",)
     assert table_codecs([LOSSLESS, RAW]) == ()
 

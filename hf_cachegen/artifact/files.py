@@ -13,6 +13,9 @@ from hf_cachegen.errors import StoreError
 
 _TEMPORARY_SUFFIX = ".tmp"
 
+SCRATCH_PREFIX = ".new-"
+"""Begins the names of folders that an interrupted :func:`replace_folder` leaves beside its own."""
+
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a temporary file beside ``path``, flush it to the disk, and rename it.
@@ -35,6 +38,18 @@ def write_file(path: Path, data: bytes) -> None:
         raise StoreError(f"cannot write {path}: {error}") from error
 
 
+def check_writable(folder: Path) -> None:
+    """Raise StoreError if a folder cannot be made, or written to. Nothing is made.
+
+    That a disk is full, or read-only, shows only when something is written.
+    """
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise StoreError(f"cannot write to {folder}: expected a folder, {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise StoreError(f"cannot write to {folder}: no permission to write to {nearest}")
+
+
 def holds_files(folder: Path, files: Mapping[str, bytes]) -> bool:
     """Whether a folder has files of these names with just these bytes, whatever else it has."""
     try:
@@ -54,7 +69,7 @@ def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         The folder cannot be written. What it held is still there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=folder.parent))
     new, old = scratch / "new", scratch / "old"
     try:
         new.mkdir()

@@ -17,7 +17,14 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import ArrayLike, NDArray
 
-from hf_cachegen.artifact.files import sync_file, sync_folder, temporaries, write_file
+from hf_cachegen.artifact.files import (
+    SCRATCH_PREFIX,
+    check_writable,
+    sync_file,
+    sync_folder,
+    temporaries,
+    write_file,
+)
 from hf_cachegen.artifact.identity import (
     EMBEDDED,
     PROVENANCE,
@@ -53,11 +60,12 @@ from hf_cachegen.stores.local import LocalStore
 
 LOCK_NAME = ".lock"
 
-_ADVICE = "choose another folder, or pass overwrite=True to replace it"
+ADVICE = "choose another folder, or pass overwrite=True to replace it"
+"""What to do about a folder that holds something else."""
 
 _CHUNK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
 _NAMED_FILE = re.compile(r"(tokens|states|kept)-[0-9a-f]{32}\.safetensors")
-_TABLE_FOLDER = re.compile(r"[0-9a-f]{32}")
+_TABLE_FOLDER = re.compile(r"[0-9a-f]{32}|" + re.escape(SCRATCH_PREFIX) + ".*")
 
 
 class ArtifactWriter:
@@ -264,17 +272,14 @@ class ArtifactWriter:
 
     def _previous(self, overwrite: bool) -> Manifest | None:
         """The artefact in the folder, if there is one that this save may extend or replace."""
-        store = LocalStore(self.folder)
-        try:
-            if not store.exists(MANIFEST_NAME):
-                return None
-            if overwrite:
-                return Manifest.parse(store.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES))
-            previous = Artifact.open(store)
-        except (FormatError, StoreError) as error:
-            if overwrite:
-                return None
-            raise type(error)(f"{self.folder}: {error}; {_ADVICE}") from error
+        if overwrite:
+            with contextlib.suppress(FormatError, StoreError):
+                data = LocalStore(self.folder).read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
+                return Manifest.parse(data)
+            return None
+        previous = open_previous(self.folder)
+        if previous is None:
+            return None
         self._check_same(previous.manifest)
         self._check_continued(previous.token_ids)
         return previous.manifest
@@ -290,7 +295,7 @@ class ArtifactWriter:
         ]
         if any(difference.field not in PROVENANCE for difference in found):
             headline = f"{self.folder} holds a cache of something else"
-            raise IdentityError(f"{describe(headline, found)}\n{_ADVICE}")
+            raise IdentityError(f"{describe(headline, found)}\n{ADVICE}")
 
     def _check_continued(self, previous: NDArray[np.int32]) -> None:
         common = min(len(previous), len(self.token_ids))
@@ -301,7 +306,7 @@ class ArtifactWriter:
             raise IdentityError(
                 f"{self.folder} holds a cache of other tokens: expected token ids that start with "
                 f"its {len(previous)}, found {len(self.token_ids)} that {verb} at position {first}"
-                f"\n{_ADVICE}"
+                f"\n{ADVICE}"
             )
 
     def _reusable(self, previous: Manifest) -> dict[int, ChunkRecord]:
@@ -377,6 +382,28 @@ class ArtifactWriter:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def open_previous(folder: Path) -> Artifact | None:
+    """The artefact that a save finds in a folder, None if there is none.
+
+    Raises
+    ------
+    FormatError, StoreError
+        It cannot be read; the message says how to replace it.
+    """
+    try:
+        exists = (folder / MANIFEST_NAME).exists()
+        return Artifact.open(LocalStore(folder)) if exists else None
+    except (FormatError, StoreError) as error:
+        raise type(error)(f"{folder}: {error}; {ADVICE}") from error
+
+
+def check_free(folder: Path) -> None:
+    """Raise StoreError if a save could not begin to write to a folder. Nothing is made."""
+    check_writable(folder)
+    if (folder / LOCK_NAME).exists():
+        _acquire(folder).release()
+
+
 def _record_states(data: bytes, source: str) -> StatesRecord:
     if not 0 < len(data) <= MAX_STATES_BYTES:
         raise ValueError(f"expected states of 1 to {MAX_STATES_BYTES} bytes, got {len(data)}")
@@ -400,9 +427,16 @@ def _digest(kept: KeptRecord | None) -> str | None:
 
 
 def _lock(folder: Path) -> filelock.BaseFileLock:
-    lock = filelock.FileLock(folder / LOCK_NAME, timeout=0, thread_local=False)
     try:
         (folder / CHUNKS_FOLDER).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write to {folder}: {error}") from error
+    return _acquire(folder)
+
+
+def _acquire(folder: Path) -> filelock.BaseFileLock:
+    lock = filelock.FileLock(folder / LOCK_NAME, timeout=0, thread_local=False)
+    try:
         lock.acquire()
     except filelock.Timeout as error:
         raise StoreError(

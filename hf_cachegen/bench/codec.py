@@ -34,6 +34,8 @@ from hf_cachegen.tables import ModelTable
 
 SCHEMA = 1
 REPEATS = 3
+CONTEXT_TOKENS = 1500
+CONTINUATION_TOKENS = 256
 BF16_BITS = 16
 
 
@@ -89,8 +91,8 @@ def bench_codec(
     table: ModelTable,
     documents: Mapping[str, str],
     *,
-    context: int = 1500,
-    continuation: int = 256,
+    context: int = CONTEXT_TOKENS,
+    continuation: int = CONTINUATION_TOKENS,
     codec: str | None = None,
     importance: Mode = "predicted",
     progress: bool = True,
@@ -117,21 +119,35 @@ def bench_codec(
     RoundTripError
         An exact level is not exact, or a decoded cache differs from what its codec decodes.
     """
-    available = available_levels(table)
+    levels = levels_of(codec, available_levels(table))
+    cut = cut_documents(tokenizer, documents, context + continuation)
+    samples: dict[tuple[str, str], list[_Sample]] = {}
+    for ids in tqdm(cut, "documents", disable=not progress):
+        for key, sample in _measure(model, ids[:context], ids[context:], table, levels, importance):
+            samples.setdefault(key, []).append(sample)
+    return [_summarise(*key, found) for key, found in samples.items()]
+
+
+def levels_of(codec: str | None, available: Sequence[LevelRecord]) -> list[LevelRecord]:
+    """Those levels that are a codec's, all for None; ValueError if there are none."""
     levels = [level for level in available if codec in (None, level.codec)]
     if not levels:
         known = dict.fromkeys(level.codec for level in available)
         raise ValueError(f"unknown codec {codec!r}; expected one of {', '.join(known)}")
-    samples: dict[tuple[str, str], list[_Sample]] = {}
-    for name, text in tqdm(documents.items(), "documents", disable=not progress):
-        ids = tokenizer(text, return_tensors="pt")["input_ids"][0][: context + continuation]
-        if len(ids) < context + continuation:
-            raise ValueError(
-                f"{name}: expected at least {context + continuation} tokens, found {len(ids)}"
-            )
-        for key, sample in _measure(model, ids[:context], ids[context:], table, levels, importance):
-            samples.setdefault(key, []).append(sample)
-    return [_summarise(*key, found) for key, found in samples.items()]
+    return levels
+
+
+def cut_documents(
+    tokenizer: PreTrainedTokenizerBase, documents: Mapping[str, str], n_tokens: int
+) -> list[Tensor]:
+    """The first ids ``[n_tokens]`` of each document; ValueError if one of them has fewer."""
+    cut = []
+    for name, text in documents.items():
+        ids = tokenizer(text, return_tensors="pt")["input_ids"][0][:n_tokens]
+        if len(ids) < n_tokens:
+            raise ValueError(f"{name}: expected at least {n_tokens} tokens, found {len(ids)}")
+        cut.append(ids)
+    return cut
 
 
 def _measure(

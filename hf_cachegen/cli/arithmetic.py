@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_cachegen.config import DTYPE_BYTES
 from hf_cachegen.layout import DtypeName, KVLayout
 
-TYPICAL_BITS = {"delta-0": 2.85, "delta-1": 3.70, "delta-2": 4.15, "delta-3": 4.87}
-"""Bits per value of the default levels, coarse to fine: measured on SmolLM2-135M with contexts of
-1,500 tokens that its table had not seen, every byte of the artefact counted. Other models and texts
-differ by some tenths."""
+TYPICAL_CODECS = ("transform", "delta")
 
 EXPONENT_BITS = {"bfloat16": 8, "float16": 5, "float32": 8}
 """Bits of a number that ``lossless`` entropy-codes; sign and mantissa stay as they are."""
-
-CODED_EXPONENT_BITS = 2.6
-"""What is left of them: ``lossless`` takes 10.6 bits per bf16 value on SmolLM2-135M."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,7 @@ class LevelPlan:
         Whether loading is faster than the prefill; None if that is not known.
     """
 
+    codec: str
     level: str
     bits_per_value: float
     size_bytes: int
@@ -62,7 +58,7 @@ class LevelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan_transfer` found; levels from coarse to raw."""
+    """What :func:`plan_transfer` found; levels by codec, from coarse to raw."""
 
     context_tokens: int
     bytes_per_token: int
@@ -80,7 +76,9 @@ class Plan:
         if self.prefill_s is None:
             return f"At {at} {arrives}; give the prefill time to learn whether that is sooner."
         if soonest.helps:
-            finest = next(level for level in reversed(self.levels) if level.helps)
+            # An artefact has the levels of one lossy codec, by default of the first.
+            stored = (self.levels[0].codec, "lossless", "raw")
+            finest = [level for level in self.levels if level.helps and level.codec in stored][-1]
             return (
                 f"A cache helps at {at}: {arrives}, {self.prefill_s / soonest.load_s:.1f}x as soon "
                 f"as a prefill of {self.prefill_s:.3g} s; the finest level that is still sooner is "
@@ -93,11 +91,24 @@ class Plan:
         )
 
 
-def typical_levels(dtype: DtypeName) -> dict[str, float]:
-    """Bits per value that each level typically takes, coarse to fine."""
+def typical_levels(codec: str) -> dict[str, float]:
+    """Bits per value of a codec's default levels, coarse to fine.
+
+    They are measured figures, every byte of the artefact counted, of the one model that the presets
+    of the simulation name. Other models and texts differ by some tenths.
+    """
+    from hf_cachegen.bench.simulate.presets import LADDERS
+
+    return {level.name: level.bits_per_value for level in LADDERS[codec].levels}
+
+
+def exact_levels(dtype: DtypeName) -> dict[str, float]:
+    """Bits per value of the exact levels."""
+    from hf_cachegen.bench.simulate.presets import LOSSLESS_BITS
+
+    coded_exponent = LOSSLESS_BITS - (16 - EXPONENT_BITS["bfloat16"])
     raw = 8 * DTYPE_BYTES[dtype]
-    lossless = raw - EXPONENT_BITS[dtype] + CODED_EXPONENT_BITS
-    return {**TYPICAL_BITS, "lossless": lossless, "raw": float(raw)}
+    return {"lossless": raw - EXPONENT_BITS[dtype] + coded_exponent, "raw": float(raw)}
 
 
 def cached_values(layout: KVLayout, context_tokens: int) -> int:
@@ -114,6 +125,7 @@ def plan_transfer(
     link: Link,
     prefill_s: float | None = None,
     *,
+    lossy: Mapping[str, Mapping[str, float]] | None = None,
     states_bytes: int = 0,
 ) -> Plan:
     """Sizes and times of a context's cache at every level.
@@ -128,6 +140,9 @@ def plan_transfer(
         How fast it arrives.
     prefill_s
         Seconds that the model needs to compute the cache instead; None if unknown.
+    lossy
+        Bits per value by codec and level, coarse to fine, the codec first that artefacts have by
+        default; None: typical ones of ``transform`` and ``delta``.
     states_bytes
         Bytes of the states that it keeps of a context, which come with any level as they are.
 
@@ -145,9 +160,20 @@ def plan_transfer(
     n_values = cached_values(layout, context_tokens)
     raw_bytes = n_values * DTYPE_BYTES[layout.dtype]
     decode_s = 0.0 if link.decode_gb_per_s is None else raw_bytes / (1e9 * link.decode_gb_per_s)
+    if lossy is None:
+        lossy = {codec: typical_levels(codec) for codec in TYPICAL_CODECS}
+    exact = {name: {name: bits} for name, bits in exact_levels(layout.dtype).items()}
     levels = [
-        _plan_level(name, bits, bits * n_values + 8 * states_bytes, link.gbps, decode_s, prefill_s)
-        for name, bits in typical_levels(layout.dtype).items()
+        _plan_level(
+            (codec, name),
+            bits,
+            bits * n_values + 8 * states_bytes,
+            link.gbps,
+            decode_s,
+            prefill_s,
+        )
+        for codec, sizes in {**lossy, **exact}.items()
+        for name, bits in sizes.items()
     ]
     return Plan(
         context_tokens=context_tokens,
@@ -161,17 +187,19 @@ def plan_transfer(
 
 
 def _plan_level(
-    name: str,
+    level: tuple[str, str],
     bits: float,
     size_bits: float,
     gbps: float,
     decode_s: float,
     prefill_s: float | None,
 ) -> LevelPlan:
-    wait_s = 0.0 if name == "raw" else decode_s
+    codec, name = level
+    wait_s = 0.0 if codec == "raw" else decode_s
     load_s = max(size_bits / (1e9 * gbps), wait_s)
     reachable = prefill_s is not None and wait_s < prefill_s
     return LevelPlan(
+        codec=codec,
         level=name,
         bits_per_value=bits,
         size_bytes=round(size_bits / 8),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_cachegen.artifact import Artifact
 from hf_cachegen.cli import options
 from hf_cachegen.cli.output import megabytes, print_table
+from hf_cachegen.config import MANIFEST_NAME
+from hf_cachegen.errors import StoreNotFound
 
 if TYPE_CHECKING:
     from hf_cachegen.cli.answering import Answer
@@ -35,7 +38,8 @@ def generate(
     policy: Annotated[
         str | None,
         typer.Option(
-            help="What to do about each chunk: paper, robust, layered, text or fixed:LEVEL.  "
+            help="What to do about each chunk: paper, robust, layered, text, fixed:LEVEL or "
+            "soonest:LEVEL.  "
             "[default with a target: layered, or robust for levels that do not nest]",
             show_default=False,
         ),
@@ -69,6 +73,9 @@ def generate(
     """
     if level is not None and (policy is not None or ttft_target is not None):
         raise ValueError("expected --level, or --policy and --ttft-target; got both")
+    hub_options: dict[str, Any] = {"revision": revision, "token": token, "endpoint": endpoint}
+    asked: dict[str, Any] = {"level": level, "policy": policy, "ttft_target_s": ttft_target}
+    _check_asked(location, asked, hub_options)
     from hf_cachegen.cli.answering import answer_from_cache, answer_from_text
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.hf.cache import CompressedStreamingCache
@@ -80,14 +87,7 @@ def generate(
 
     def open_cache() -> CompressedStreamingCache:
         return CompressedStreamingCache.from_pretrained(
-            location,
-            model=loaded,
-            level=level,
-            policy=policy,
-            ttft_target_s=ttft_target,
-            revision=revision,
-            token=token,
-            endpoint=endpoint,
+            location, model=loaded, **asked, **hub_options
         )
 
     cached, cache = answer_from_cache(loaded, tokenizer, open_cache, question, max_new_tokens)
@@ -100,6 +100,21 @@ def generate(
         ratio = text.first_token_s / cached.first_token_s
         same = "the same" if text.text == cached.text else "another"
         print(f"the cache's first token came {ratio:.1f}x as soon; {same} answer", file=sys.stderr)
+
+
+def _check_asked(location: str, asked: dict[str, Any], hub_options: dict[str, Any]) -> None:
+    """Refuse a location without a cache, or what it cannot do, before the wait for a model."""
+    from hf_cachegen.hf.policies import resolve_policy
+    from hf_cachegen.stores import HubStore, open_store
+
+    with open_store(location, **hub_options) as store:
+        if not isinstance(store, HubStore):
+            resolve_policy(Artifact.open(store).manifest.levels, **asked)
+        # What is read of a repository stays on this machine, and the times would be too good.
+        elif not store.exists(MANIFEST_NAME):
+            raise StoreNotFound(
+                f"expected {MANIFEST_NAME} (a cache) in {store.location}, found none"
+            )
 
 
 def _report(source: str, answer: Answer) -> None:

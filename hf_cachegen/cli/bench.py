@@ -60,7 +60,7 @@ def codec(
     dtype: options.DtypeOption = options.Dtype.auto,
     max_samples: Annotated[
         int | None,
-        typer.Option(help="Samples of calibration text to use at most.", show_default=False),
+        typer.Option(help="Samples of calibration text to use at most.", min=1, show_default=False),
     ] = None,
     importance: options.ImportanceOption = options.Importance.predicted,
     codecs: options.Codecs = None,
@@ -78,17 +78,26 @@ def codec(
         raise ValueError("expected no codec parameters with --table: the table has its own")
     documents, samples = options.read_texts(text), options.read_texts(calibration or [])
     options.check_apart(samples, documents)
-    from hf_cachegen.bench.codec import RoundTripError, bench_codec, report
+    from hf_cachegen.bench.codec import (
+        RoundTripError,
+        bench_codec,
+        cut_documents,
+        levels_of,
+        report,
+    )
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.hf.codecs import load_table
     from hf_cachegen.hf.profiling import profile_model
-    from hf_cachegen.levels import TABLE_CODECS
+    from hf_cachegen.levels import TABLE_CODECS, available_levels, ladder
 
     if codecs is None and codec in TABLE_CODECS:
         codecs = codec  # a table for what is not measured would be for nothing
     configs = options.codec_configs(codecs, parameters or [])
     known = None if table is None else load_table(table)[0]
+    # What is wrong with these should not cost a profile.
+    levels_of(codec, available_levels(known) if known else ladder(configs))
     loaded, tokenizer = load_model(model, dtype)
+    cut_documents(tokenizer, documents, context + continuation)
     used = known or profile_model(
         loaded, tokenizer, samples, configs=configs, max_samples=max_samples
     )
@@ -177,13 +186,14 @@ def answers(
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.hf.codecs import load_table
 
-    asked = read_questions(options.read_text(questions))
+    asked, document = read_questions(options.read_text(questions)), options.read_text(text)
+    known, _ = load_table(table)
     loaded, tokenizer = load_model(model, dtype)
     rows = bench_answers(
         loaded,
         tokenizer,
-        load_table(table)[0],
-        options.read_text(text),
+        known,
+        document,
         asked,
         context=context,
         answer_tokens=answer_tokens,

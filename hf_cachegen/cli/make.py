@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_cachegen.artifact import Manifest
+from hf_cachegen.artifact.files import check_writable
 from hf_cachegen.cli import options
 from hf_cachegen.cli.inspect import print_levels
 from hf_cachegen.cli.output import report_error
@@ -72,7 +73,7 @@ def encode(
     """Encode the KV cache of a document, or of each of many, into a folder.
 
     MODEL runs over a document once, and not at all over one whose cache is there. The folder of a
-    shorter version of the same document is extended.
+    shorter version of the same document is extended, but not with --tables auto.
 
     Many documents are shared by the processes that `accelerate launch -m hf_cachegen encode ...`
     starts, on one machine or several, each with the model on a device of its own. A run that was
@@ -80,18 +81,19 @@ def encode(
     the exit status is 1.
     """
     targets = _targets(text, out, into)
+    # What is wrong with these should not cost the wait for a model.
     if out is not None:
-        options.read_text(text[0])  # a file that is not UTF-8 should not cost the wait for a model
+        options.read_text(text[0])
+    for folder in filter(None, (out, into)):
+        check_writable(folder)
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.cli.sharing import processes, work_through
-    from hf_cachegen.hf.codecs import load_table
+    from hf_cachegen.hf.settings import choose
 
-    # Nor should a wrong table.
-    if tables not in ("auto", "none"):
-        load_table(tables)
+    names = None if levels is None else [name.strip() for name in levels.split(",")]
     settings = {
-        "tables": None if tables == "none" else tables,
-        "levels": None if levels is None else [name.strip() for name in levels.split(",")],
+        "tables": choose(None if tables == "none" else tables, names).tables,
+        "levels": names,
         "chunk_tokens": chunk_tokens,
         "importance": importance.value,
         "model_id": model_id,
@@ -146,8 +148,6 @@ def _targets(texts: Sequence[Path], out: Path | None, into: Path | None) -> dict
             f"the cache of each; got {len(texts)} documents and "
             f"{'both' if out and into else '-o' if out else 'neither'}"
         )
-    if into.exists() and not into.is_dir():
-        raise ValueError(f"expected a folder for the caches, {into} is a file")
     targets: dict[Path, Path] = {}
     for path in dict.fromkeys(texts):
         folder = into / path.stem
@@ -193,7 +193,7 @@ def profile(
     dtype: options.DtypeOption = options.Dtype.auto,
     sample_tokens: Annotated[int, typer.Option(help="Tokens per sample.")] = CHUNK_TOKENS,
     max_samples: Annotated[
-        int | None, typer.Option(help="Stop after so many samples.", show_default=False)
+        int | None, typer.Option(help="Stop after so many samples.", min=1, show_default=False)
     ] = None,
     model_id: options.ModelId = None,
     gradient_samples: Annotated[
@@ -212,12 +212,20 @@ def profile(
     """
     samples, documents = options.read_texts(text), options.read_texts(evaluate or [])
     options.check_apart(samples, documents)
+    check_writable(out)
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.hf.profiling import profile_model
     from hf_cachegen.hf.table_hub import table_card
+    from hf_cachegen.tables.table import check_replaceable
 
+    check_replaceable(out)
     configs = options.codec_configs(codecs, parameters or [])
     loaded, tokenizer = load_model(model, dtype)
+    if documents:
+        from hf_cachegen.bench import codec as bench
+
+        n_tokens = bench.CONTEXT_TOKENS + bench.CONTINUATION_TOKENS
+        bench.cut_documents(tokenizer, documents, n_tokens)
     table = profile_model(
         loaded,
         tokenizer,
@@ -231,10 +239,9 @@ def profile(
     )
     table.save(out, table_card(table))
     if documents:
-        from hf_cachegen.bench.codec import bench_codec
         from hf_cachegen.cli.bench import markdown_report, print_rows
 
-        rows = bench_codec(loaded, tokenizer, table, documents)
+        rows = bench.bench_codec(loaded, tokenizer, table, documents)
         table.save(out, table_card(table, markdown_report(rows, list(documents), dtype)))
         print_rows(rows)
     tokens = sum(count for _, count in table.record.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, cast
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from hf_cachegen.cli import options
-from hf_cachegen.cli.arithmetic import Link, Plan, plan_transfer
+from hf_cachegen.cli.arithmetic import Link, Plan, plan_transfer, typical_levels
 from hf_cachegen.cli.output import megabytes, print_facts, print_json, print_table
+from hf_cachegen.errors import TableMismatch
 
 if TYPE_CHECKING:
-    from hf_cachegen.layout import DtypeName
+    from hf_cachegen.layout import DtypeName, KVLayout
 
 WARM_UP_TOKENS = 64
 
@@ -50,6 +52,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    table: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's table, a folder or Hub repository: its levels, with the sizes that "
+            "its own samples had.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: options.DtypeOption = options.Dtype.auto,
     json: options.Json = False,
 ) -> None:
@@ -57,7 +67,8 @@ def plan(
 
     It does if it arrives sooner than the model can compute the context again.
 
-    Sizes come from the model's config and from typical bits per value; no weights are needed.
+    Sizes come from the model's config and from bits per value that are typical, or noted in the
+    model's table; no weights are needed.
     """
     given = [prefill_s is not None, prefill_tokens_per_s is not None, measure]
     if sum(given) > 1:
@@ -73,17 +84,71 @@ def plan(
     named = None if dtype is options.Dtype.auto else cast("DtypeName", dtype.value)
     config = load_config(model)
     layout, states_bytes = estimate_layout(config, named), estimate_states_bytes(config, named)
-    link = Link(link_gbps, decode_gb_per_s)
-    found = plan_transfer(layout, context, link, prefill_s, states_bytes=states_bytes)
+    lossy = None if table is None else _noted_levels(table, layout)
+    plan_for = functools.partial(
+        plan_transfer,
+        layout,
+        context,
+        Link(link_gbps, decode_gb_per_s),
+        lossy=lossy,
+        states_bytes=states_bytes,
+    )
+    found = plan_for(prefill_s)
     if measure:
-        prefill_s = _measure_prefill(model, dtype, context)
-        found = plan_transfer(layout, context, link, prefill_s, states_bytes=states_bytes)
+        found = plan_for(_measure_prefill(model, dtype, context))
     if json:
         print_json(
-            {"model": model, "dtype": layout.dtype, **asdict(found), "verdict": found.verdict}
+            {
+                "model": model,
+                "table": table,
+                "dtype": layout.dtype,
+                **asdict(found),
+                "verdict": found.verdict,
+            }
         )
     else:
-        _print_plan(model, layout.dtype, found)
+        _print_plan(model, table, layout.dtype, found)
+
+
+def _noted_levels(location: str, layout: KVLayout) -> dict[str, dict[str, float]]:
+    """Bits per value of a table's levels by codec and name.
+
+    A table notes what its samples took at the levels of ``transform``. Of ``delta`` it notes
+    nothing: its levels are listed if they are the default ones, with the typical sizes of those.
+
+    Raises
+    ------
+    TableMismatch
+        The table is of a model that caches something else.
+    """
+    from hf_cachegen.codec.delta import DeltaConfig
+    from hf_cachegen.codec.transform_tables import TransformTables
+    from hf_cachegen.hf.codecs import load_table
+    from hf_cachegen.levels import lossy_levels
+
+    table, _ = load_table(location)
+    if _sizes(table.record.layout) != _sizes(layout):
+        raise TableMismatch(
+            f"{location} is the table of {table.record.model_id}, which caches "
+            f"{table.record.layout.values_per_token} values a token in another layout than this "
+            f"model with {layout.values_per_token}; pass this model's table"
+        )
+    noted: dict[str, dict[str, float]] = {}
+    transform, delta = (table.tables.get(codec) for codec in ("transform", "delta"))
+    if isinstance(transform, TransformTables):
+        names = [level.name for level in lossy_levels(table, "transform")]
+        noted["transform"] = dict(zip(names, map(float, transform.rates), strict=True))
+    if delta is not None and delta.config == DeltaConfig():
+        noted["delta"] = typical_levels("delta")
+    return noted
+
+
+def _sizes(layout: KVLayout) -> list[object]:
+    """What a layout says of sizes, without the rotations, which a config alone does not tell."""
+    return [
+        (layer.window, [(tensor.heads, tensor.dim) for tensor in layer.tensors])
+        for layer in layout.layers
+    ]
 
 
 def _measure_prefill(model: str, dtype: str, context: int) -> float:
@@ -104,12 +169,15 @@ def _measure_prefill(model: str, dtype: str, context: int) -> float:
     return time.perf_counter() - started
 
 
-def _print_plan(model: str, dtype: str, found: Plan) -> None:
+def _print_plan(model: str, table: str | None, dtype: str, found: Plan) -> None:
     facts: dict[str, object] = {
         "model": f"{model} ({dtype})",
         "cache": f"{found.bytes_per_token} bytes a token; {megabytes(found.raw_bytes)} for "
         f"{found.context_tokens} tokens",
         "link": f"{found.link.gbps:g} Gbit/s",
+        "bits": "typical, as measured on SmolLM2-135M"
+        if table is None
+        else f"of transform as on the samples of {table}, others typical",
     }
     if found.states_bytes:
         facts["states"] = f"{megabytes(found.states_bytes)} of them, however long the context"

@@ -3,6 +3,9 @@
 ``torchrun`` and MPI start them as well. On CPUs and without MPI, ``accelerate launch --cpu`` starts
 only one, and ``ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2`` two.
 
+If a process ends with a status other than 0, the launcher adds a traceback of its own, whatever
+that process has said; its ``--quiet`` keeps it back, but of a single process only.
+
 Imports torch: for use inside commands.
 """
 

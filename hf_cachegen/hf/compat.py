@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -48,6 +49,14 @@ SERVED_LAYERS = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
 )
+
+RECURRENT_AXES = (
+    ("num_v_heads", "head_k_dim", "head_v_dim"),
+    ("num_heads", "head_dim", "ssm_state_size"),
+    ("intermediate_size", "ssm_state_size"),
+)
+"""By what names a module knows the shape of its recurrent state: the gated delta rule, Mamba 2,
+Mamba. Modules of Mamba 2 have all names of Mamba, so the order counts."""
 
 VOLATILE_CONFIG_KEYS = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -105,6 +114,59 @@ def keep_windows(cache: Cache) -> None:
 def keeps_states(layer: Any) -> bool:
     """Whether a cache layer keeps recurrent or convolutional states."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What a state of a layer has to be.
+
+    Attributes
+    ----------
+    shape
+        Without the batch.
+    dtypes
+        Any of these.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+def state_specs(model: PreTrainedModel, numbers: Mapping[int, int]) -> dict[str, StateSpec]:
+    """By name in the file, what states have to be, as far as the model's modules tell.
+
+    Nothing is run for it. They tell nothing of layers with several states of a kind.
+
+    Parameters
+    ----------
+    model
+        The model that goes on from the states.
+    numbers
+        By layer that keeps states, how many of each kind it keeps at most.
+    """
+    specs: dict[str, StateSpec] = {}
+    for module in model.get_decoder().modules():
+        convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
+        layer = getattr(module, "layer_idx", None)
+        if len(convolutions) != 1 or layer is None or numbers.get(layer) != 1:
+            continue
+        (convolution,) = convolutions
+        # The state is the beginning of the convolution's next input.
+        dtype = convolution.weight.dtype
+        shape = convolution.in_channels, *convolution.kernel_size
+        specs[f"{layer}.conv_states.0"] = StateSpec(shape, (dtype,))
+        recurrent = _recurrent_shape(module)
+        if recurrent is not None:
+            # Most models keep it in float32, whatever they compute in.
+            specs[f"{layer}.recurrent_states.0"] = StateSpec(recurrent, (torch.float32, dtype))
+    return specs
+
+
+def _recurrent_shape(module: nn.Module) -> tuple[int, ...] | None:
+    for names in RECURRENT_AXES:
+        if all(hasattr(module, name) for name in names):
+            return tuple(getattr(module, name) for name in names)
+    return None
 
 
 def token_layers(layers: Sequence[Any]) -> list[int]:

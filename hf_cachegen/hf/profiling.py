@@ -30,6 +30,9 @@ from hf_cachegen.tables import ModelTable
 CONTINUATION_TOKENS = 256
 """At the end of a sample, whose loss is differentiated; at most a quarter of the sample."""
 
+MIN_SAMPLE_TOKENS = 8
+"""A quarter of half of it, the shortest sample there is, is one token to be predicted."""
+
 LABEL_DRAWS = 2
 
 FEW_SAMPLES = 16
@@ -83,20 +86,25 @@ def profile_model(
     Raises
     ------
     ValueError
-        The texts hold not even one sample, or no codec or no gradient sample is asked for.
+        The texts hold not even one sample, samples are too short, or no codec, no sample or no
+        gradient sample is asked for.
     UnsupportedError
         The model caches something that has no codec, or nothing of each token, or forgets its
         states over the continuation that ``transform`` takes gradients of.
     """
     _check_profilable(model, configs)
+    if not configs or gradient_samples < 1 or (max_samples is not None and max_samples < 1):
+        raise ValueError(
+            "expected at least one codec's parameters, one sample and one gradient sample, "
+            f"got {len(configs)}, {max_samples} and {gradient_samples}"
+        )
+    if sample_tokens < MIN_SAMPLE_TOKENS:
+        raise ValueError(
+            f"expected samples of at least {MIN_SAMPLE_TOKENS} tokens, got {sample_tokens}"
+        )
     pieces = _pieces(tokenizer, samples, sample_tokens)[:max_samples]
     if not pieces:
         raise ValueError(f"expected text of at least {sample_tokens // 2} tokens, got less")
-    if not configs or gradient_samples < 1:
-        raise ValueError(
-            "expected at least one codec's parameters and one gradient sample, "
-            f"got {len(configs)} and {gradient_samples}"
-        )
     layout = describe_layout(
         model, [layer.tensors for layer in _Sample(model, pieces[0][1], 0).layers]
     )
@@ -192,6 +200,11 @@ def profile_cache(
         layout=layout,
         data=(("the cached context itself", length),),
     )
+
+
+def is_of_one_cache(table: ModelTable) -> bool:
+    """Whether :func:`profile_cache` made a table, so that no other context has the same."""
+    return any(tables.config == AUTO_CONFIG for tables in table.tables.values())
 
 
 class _Sample:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_cachegen.artifact.writer import check_free
+from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.hf.compat import keep_windows, output_cache
 from hf_cachegen.hf.counting import CountingCache, knows_length
 from hf_cachegen.hf.saving import save_cache
+from hf_cachegen.hf.settings import Choice, check_chunks, check_push, choose
 
 
 @contextmanager
@@ -40,7 +45,10 @@ def record_cache(
     ------
     UnsupportedError
         The block ran no forward pass with a cache, or ran a batch.
+    ValueError, StoreError, FormatError
+        An option is wrong, told before the block runs.
     """
+    choice = _check_settings(model, out, **save_options)
     recorder = _Recorder()
     hooks = [
         model.register_forward_pre_hook(recorder.before, with_kwargs=True),
@@ -56,7 +64,24 @@ def record_cache(
     ids, cache = torch.tensor(recorder.token_ids), recorder.cache
     if not knows_length(cache):
         cache = CountingCache(cache.layers, len(ids))
-    save_cache(model, None, ids, out, cache=cache, **save_options)
+    save_cache(model, None, ids, out, cache=cache, **{**save_options, "tables": choice.tables})
+
+
+def _check_settings(
+    model: PreTrainedModel, out: str | os.PathLike[str], **save_options: Any
+) -> Choice:
+    """Refuse what :func:`save_cache` would refuse after the block; the table and the levels."""
+    signature = inspect.signature(save_cache)
+    given = signature.bind(model, None, (), out, cache=None, **save_options)
+    given.apply_defaults()
+    asked = given.arguments
+    hub_options = {"token": asked["token"], "endpoint": asked["endpoint"]}
+    check_chunks(asked["chunk_tokens"])
+    if isinstance(asked["importance"], str):
+        Importance(cast(Mode, asked["importance"]), n_tokens=1)
+    check_push(asked["push_to_hub"], asked["push_options"], **hub_options)
+    check_free(Path(out))
+    return choose(asked["tables"], asked["levels"], model, **hub_options)
 
 
 class _Recorder:

@@ -1,33 +1,34 @@
-"""Whether a folder holds already what a save would write, told without running the model."""
+"""What a folder holds of what a save would write, told without running the model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_cachegen.artifact import EMBEDDED, Artifact, Manifest
+from hf_cachegen.artifact import (
+    EMBEDDED,
+    Artifact,
+    ArtifactWriter,
+    LevelRecord,
+    Manifest,
+    TableRef,
+)
 from hf_cachegen.artifact.identity import compare_identity
-from hf_cachegen.codec.delta import DeltaTables
+from hf_cachegen.artifact.writer import ADVICE, check_free, open_previous
 from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.config import CHUNK_TOKENS
-from hf_cachegen.errors import FormatError, StoreError, TableMismatch
-from hf_cachegen.hf.codecs import load_table
+from hf_cachegen.errors import FormatError, IdentityError, StoreError, TableMismatch
 from hf_cachegen.hf.describe import expected_identity, model_name
-from hf_cachegen.hf.profiling import AUTO_CONFIG
-from hf_cachegen.hf.saving import Tables, refer
-from hf_cachegen.levels import (
-    LOSSLESS,
-    RAW,
-    available_levels,
-    default_levels,
-    select_levels,
-    weighted_levels,
-)
+from hf_cachegen.hf.profiling import is_of_one_cache
+from hf_cachegen.hf.settings import Tables, choose, refer
+from hf_cachegen.levels import weighted_levels
 from hf_cachegen.stores import LocalStore
 from hf_cachegen.tables import ModelTable
 
@@ -74,22 +75,16 @@ def find_saved(
     found = artifact.manifest
     if found.kept is not None:
         return None
-    exact_only = levels is not None and {LOSSLESS.name, RAW.name}.issuperset(levels)
-    table, location = None, EMBEDDED
-    if tables == "auto" and found.identity.layout.layers and not exact_only:
+    choice = choose(tables, levels, model)
+    chosen = weighted_levels(choice.levels, Importance(importance, len(token_ids)))
+    reference = choice.reference(chosen)
+    if reference == "auto":
         table = _own_table(artifact)
         if table is None:
             return None
-    elif tables not in ("auto", None) and found.identity.layout.layers:
-        table, location = load_table(tables)
-    available = available_levels(table)
-    chosen = default_levels(table) if levels is None else select_levels(available, levels)
-    chosen = weighted_levels(chosen, Importance(importance, len(token_ids)))
+        reference = refer(table, EMBEDDED, chosen)
     identity = expected_identity(model, found.identity).model_copy(
-        update={
-            "model_id": model_id or model_name(model),
-            "table": refer(table, location, chosen),
-        }
+        update={"model_id": model_id or model_name(model), "table": reference}
     )
     same = (
         not compare_identity(identity, found.identity)
@@ -97,6 +92,49 @@ def find_saved(
         and chunk_tokens == found.chunk_tokens
     )
     return found if same else None
+
+
+def check_target(
+    folder: str | os.PathLike[str],
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    levels: Sequence[LevelRecord],
+    chunk_tokens: int,
+    reference: TableRef | Literal["auto"] | None,
+    kept: NDArray[np.bool_] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Refuse a folder that a save would refuse in the end. Nothing is made.
+
+    Parameters
+    ----------
+    folder
+        Need not exist.
+    model, token_ids, levels, chunk_tokens, kept, overwrite
+        Of the save, as for :class:`~hf_cachegen.artifact.ArtifactWriter`.
+    reference
+        The table in use; ``"auto"``: one that is still to be made from the cache.
+
+    Raises
+    ------
+    IdentityError, FormatError, StoreError
+        As :class:`~hf_cachegen.artifact.ArtifactWriter`.
+    """
+    check_free(Path(folder))
+    artifact = None if overwrite else open_previous(Path(folder))
+    if artifact is None:
+        return
+    found = artifact.manifest.identity
+    if reference == "auto":
+        if not np.array_equal(artifact.token_ids, token_ids.numpy()):
+            raise IdentityError(
+                f"{folder} holds a cache of other tokens, which cannot be extended with a table "
+                f"of its own for each context, as tables='auto' makes; {ADVICE}"
+            )
+        reference = found.table
+    identity = expected_identity(model, found).model_copy(update={"table": reference})
+    ArtifactWriter(folder, identity, levels, chunk_tokens, token_ids.numpy(), kept=kept).close()
 
 
 def _open(folder: str | os.PathLike[str]) -> Artifact | None:
@@ -119,6 +157,4 @@ def _own_table(artifact: Artifact) -> ModelTable | None:
         table = ModelTable.load(artifact.store, reference.folder, codecs=reference.codecs)
     except (StoreError, FormatError, TableMismatch):
         return None
-    delta = table.tables.get("delta")
-    own = isinstance(delta, DeltaTables) and delta.config == AUTO_CONFIG
-    return table if own else None
+    return table if is_of_one_cache(table) else None

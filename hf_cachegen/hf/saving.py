@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -29,26 +30,24 @@ from hf_cachegen.codec.base import SegmentCodec
 from hf_cachegen.codec.importance import Importance, Mode
 from hf_cachegen.config import CHUNK_TOKENS
 from hf_cachegen.errors import PromptMismatch, UnsupportedError
-from hf_cachegen.hf.codecs import TableSource, load_table
 from hf_cachegen.hf.compat import check_text, native_layers
 from hf_cachegen.hf.contents import CachedLayer, cached_layers
 from hf_cachegen.hf.counting import knows_length
-from hf_cachegen.hf.describe import describe_identity, describe_layout
+from hf_cachegen.hf.describe import config_digest, describe_identity, describe_layout
 from hf_cachegen.hf.fit import warn_of_misfit
 from hf_cachegen.hf.hub import push_artifact
 from hf_cachegen.hf.origin import Origin
 from hf_cachegen.hf.prefill import PREFILL_TOKENS, prefill
 from hf_cachegen.hf.profiling import profile_cache
 from hf_cachegen.hf.pruning import Positions, check_prunable, keep, kept_positions
+from hf_cachegen.hf.saved import check_target
+from hf_cachegen.hf.settings import Choice, Tables, check_chunks, check_push, choose, refer
 from hf_cachegen.hf.states import LayerStates, cached_states, pack_states
 from hf_cachegen.layout import KVLayout
 from hf_cachegen.levels import (
-    available_levels,
     codec_for,
-    default_levels,
     encode_levels,
     recorded_importance,
-    select_levels,
     table_codecs,
     weighted_levels,
 )
@@ -56,10 +55,6 @@ from hf_cachegen.tables import ModelTable
 
 if TYPE_CHECKING:
     from hf_cachegen.hf.cache import CompressedStreamingCache
-
-Tables = TableSource | Literal["auto"] | None
-"""A model table or where it is; ``"auto"`` makes a small one from the cache at hand; None encodes
-only the exact level."""
 
 
 def save_cache(
@@ -86,6 +81,8 @@ def save_cache(
 ) -> Manifest:
     """Encode a context's KV cache into an artefact folder.
 
+    What is wrong with the settings, the table or the folder is told before the model runs.
+
     Parameters
     ----------
     model, tokenizer
@@ -93,8 +90,8 @@ def save_cache(
     text_or_ids
         The context.
     out
-        Folder of the artefact. An artefact of the same model whose context begins this one is
-        extended: chunks that it holds already are not written again.
+        Folder of the artefact. An artefact of the same model, table and settings whose context
+        begins this one is extended: chunks that it holds already are not written again.
     cache
         A cache that already holds the context, such as ``generate()`` returns; without it the
         model runs. Ids of tokens past the cache's length are ignored. Of a
@@ -106,8 +103,9 @@ def save_cache(
         codes layers and heads together, and does so well only where they hold the same tokens. A
         streamed cache knows its own.
     tables
-        A model table or where it is; ``"auto"`` takes a streamed cache's own, else makes a small
-        one from this cache and embeds it; None stores exact levels only.
+        A model table, where it is, or both, as :func:`~hf_cachegen.hf.codecs.load_table` returns
+        them; ``"auto"`` takes a streamed cache's own, else makes a small one from this cache and
+        embeds it; None stores exact levels only.
     levels
         Names of the levels to store; by default a streamed cache's own, else those of the table's
         best codec and ``lossless``.
@@ -146,18 +144,19 @@ def save_cache(
         model cannot do without, layers hold different numbers of them, or the cache has grown.
     IdentityError
         ``out`` holds an artefact of something else.
+    TableMismatch
+        The table is of a model that caches something else.
+    StoreError, FormatError
+        ``out`` cannot be written, or another save is writing to it; a table or an artefact there
+        cannot be read, or is damaged; the Hub does not know the token of ``push_to_hub``.
     ValueError
         The ids, ``positions``, ``levels`` or ``importance`` are not as above, or ``importance`` is
         missing since the streamed levels were encoded with a caller's own weights.
     """
-    if push_options and push_to_hub is None:
-        raise ValueError(f"expected no {', '.join(push_options)} without push_to_hub")
     native_layers(model)  # refuses what cannot be saved before the model runs
     ids = context_ids(tokenizer, text_or_ids)
     check_text(model, ids)
     _check_vocabulary(model, ids)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"expected chunks of at least one token, got chunk_tokens={chunk_tokens}")
     if positions is not None:
         check_prunable(model)
     if positions is not None and (cache is None or hasattr(cache, "stream_report")):
@@ -165,55 +164,41 @@ def save_cache(
             "expected positions only with a cache of transformers' own from which tokens were "
             f"evicted, got {'none' if cache is None else type(cache).__name__}"
         )
-    hub_options, named = {"token": token, "endpoint": endpoint}, None
-    if cache is None:
-        # What is wrong with these should not cost the pass over the context.
-        if importance is not None:
-            _weighting(importance, len(ids))
-        if levels is not None and tables != "auto":
-            named = None if tables is None else load_table(tables, **hub_options)
-            select_levels(available_levels(named[0] if named else None), levels)
-        cache = prefill(model, ids, piece_tokens=prefill_tokens, progress=progress)
-    if not knows_length(cache):
-        raise UnsupportedError(
-            "the cache holds nothing but states and does not know how many tokens it has seen; "
-            "call generate() inside record_cache(model, out), or leave cache out and let the model "
-            "run"
-        )
-    length = cache.get_seq_length()
-    if not 0 < length <= len(ids):
-        raise PromptMismatch(f"expected the ids of all {length} cached tokens, got {len(ids)} ids")
-    origin = Origin.of(cache)
-    layers, states = cached_layers(cache), cached_states(cache)
-    kept = None if origin is None else origin.kept()
-    if positions is None:
-        ids = ids[:length]
-    else:
-        layers, kept = keep(layers, positions, len(ids))
-    n_cached = _count(kept, length)
-    layout = describe_layout(model, [layer.tensors for layer in layers])
-    if tables == "auto" and origin is not None and levels is None:
-        table, reference = origin.table, origin.manifest.identity.table
-        chosen = origin.manifest.levels
-    else:
-        table, location = _resolve_table(tables, named, model, layout, layers, kept, hub_options)
-        available = available_levels(table)
-        chosen = default_levels(table) if levels is None else select_levels(available, levels)
-        reference = refer(table, location, chosen)
+    check_chunks(chunk_tokens)
+    hub_options = {"token": token, "endpoint": endpoint}
+    check_push(push_to_hub, push_options, **hub_options)
+    choice = choose(tables, levels, model, **hub_options)
+    held = None if cache is None else _Held.of(cache, ids, positions)
+    origin, kept = (None, None) if held is None else (held.origin, held.kept)
+    ids = ids if held is None else held.token_ids
+    own = origin if levels is None and choice.tables == "auto" else None
+    chosen = choice.levels if own is None else own.manifest.levels
+    n_cached = _count(kept, len(ids))
     if importance is None and origin is not None and _alike(chosen, origin.manifest.levels):
         chosen = origin.manifest.levels
         weighting = recorded_importance(chosen, n_cached)
     else:
         weighting = _weighting("predicted" if importance is None else importance, n_cached)
         chosen = weighted_levels(chosen, weighting)
+    if chunk_tokens is None:
+        chunk_tokens = CHUNK_TOKENS if origin is None else origin.manifest.chunk_tokens
+    planned = choice.reference(chosen) if own is None else own.manifest.identity.table
+    check_target(out, model, ids, chosen, chunk_tokens, planned, kept, overwrite=overwrite)
+    if held is None:
+        if isinstance(choice.tables, tuple):
+            _check_fit(choice.tables[0], model, ids)
+        filled = prefill(model, ids, piece_tokens=prefill_tokens, progress=progress)
+        held = _Held.of(filled, ids, None)
+    layout = describe_layout(model, [layer.tensors for layer in held.layers])
+    table, reference = _table_for(chosen, choice, own, model, layout, held)
     manifest = _write(
         out,
         describe_identity(model, layout, reference, model_id=model_id, revision=revision),
         chosen,
-        chunk_tokens or (origin.manifest.chunk_tokens if origin else CHUNK_TOKENS),
+        chunk_tokens,
         ids,
-        layers,
-        states,
+        held.layers,
+        held.states,
         kept,
         table,
         weighting,
@@ -224,6 +209,51 @@ def save_cache(
     if push_to_hub is not None:
         push_artifact(out, push_to_hub, token=token, endpoint=endpoint, **push_options)
     return manifest
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What there is to be saved of a filled cache.
+
+    Attributes
+    ----------
+    token_ids
+        ``[T]`` of all tokens that it has seen.
+    layers, states
+        What it holds.
+    kept
+        Which tokens that is, bool ``[L or 1, H or 1, T]``; None: all.
+    origin
+        Where it was streamed from; None of a cache of transformers' own.
+    """
+
+    token_ids: Tensor
+    layers: Sequence[CachedLayer]
+    states: Mapping[int, LayerStates]
+    kept: NDArray[np.bool_] | None
+    origin: Origin | None
+
+    @classmethod
+    def of(cls, cache: Cache, ids: Tensor, positions: Positions | None) -> _Held:
+        """Take it from a cache; ``ids`` and ``positions`` as for :func:`save_cache`."""
+        if not knows_length(cache):
+            raise UnsupportedError(
+                "the cache holds nothing but states and does not know how many tokens it has seen; "
+                "call generate() inside record_cache(model, out), or leave cache out and let the "
+                "model run"
+            )
+        length = cache.get_seq_length()
+        if not 0 < length <= len(ids):
+            raise PromptMismatch(
+                f"expected the ids of all {length} cached tokens, got {len(ids)} ids"
+            )
+        origin = Origin.of(cache)
+        layers, states = cached_layers(cache), cached_states(cache)
+        if positions is None:
+            kept = None if origin is None else origin.kept()
+            return cls(ids[:length], layers, states, kept, origin)
+        layers, kept = keep(layers, positions, len(ids))
+        return cls(ids, layers, states, kept, origin)
 
 
 def save_extended(
@@ -429,6 +459,41 @@ def _check_vocabulary(model: PreTrainedModel, ids: Tensor) -> None:
         )
 
 
+def _table_for(
+    levels: Sequence[LevelRecord],
+    choice: Choice,
+    own: Origin | None,
+    model: PreTrainedModel,
+    layout: KVLayout,
+    held: _Held,
+) -> tuple[ModelTable | None, TableRef | None]:
+    """The table for levels of what is held, and the reference to it.
+
+    It is that of the artefact ``own``, the one that was chosen, or made now if a level needs one.
+    """
+    if own is not None:
+        return own.table, own.manifest.identity.table
+    if isinstance(choice.tables, tuple):
+        table, location = choice.tables
+        table.check_layout(layout)
+        return table, refer(table, location, levels)
+    if not table_codecs(levels):
+        return None, None
+    table = profile_cache(model, layout, held.layers, kept_positions(held.kept))
+    return table, refer(table, EMBEDDED, levels)
+
+
+def _check_fit(table: ModelTable, model: PreTrainedModel, ids: Tensor) -> None:
+    """Raise TableMismatch for a table of a model that caches something else.
+
+    Only a cache tells what is cached. One of a single token will do, and is needed only if the
+    table is of another model.
+    """
+    if table.record.config != config_digest(model):
+        layers = cached_layers(prefill(model, ids[:1], progress=False))
+        table.check_layout(describe_layout(model, [layer.tensors for layer in layers]))
+
+
 def one_sequence(token_ids: Tensor | Sequence[int]) -> Tensor:
     """Token ids ``[T]`` on the CPU from ``[T]`` or ``[1, T]``; ValueError for anything else."""
     try:
@@ -441,37 +506,3 @@ def one_sequence(token_ids: Tensor | Sequence[int]) -> Tensor:
     if ids.ndim not in (1, 2) or ids.shape[:-1].numel() != 1:
         raise ValueError(f"expected the ids [T] or [1, T] of one sequence, got {tuple(ids.shape)}")
     return ids.reshape(-1).cpu()
-
-
-def _resolve_table(
-    tables: Tables,
-    named: tuple[ModelTable, str] | None,
-    model: PreTrainedModel,
-    layout: KVLayout,
-    layers: Sequence[CachedLayer],
-    kept: NDArray[np.bool_] | None,
-    hub_options: dict[str, Any],
-) -> tuple[ModelTable | None, str]:
-    """The table, and its Hub repository or "embedded"; ``named`` if it has been read already."""
-    if tables is None or not layers:
-        return None, EMBEDDED
-    if tables == "auto":
-        return profile_cache(model, layout, layers, kept_positions(kept)), EMBEDDED
-    table, location = named or load_table(tables, **hub_options)
-    table.check_layout(layout)
-    return table, location
-
-
-def refer(
-    table: ModelTable | None, location: str, levels: Sequence[LevelRecord]
-) -> TableRef | None:
-    """How an artefact with these levels refers to a table; None if none of them needs it."""
-    used = table_codecs(levels)
-    if table is None or not used:
-        return None
-    digests = table.record.digests
-    return TableRef(
-        name=table.record.model_id,
-        codecs={codec: digests[codec] for codec in used},
-        location=location,
-    )

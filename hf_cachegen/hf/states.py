@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_cachegen.errors import FormatError, UnsupportedError
-from hf_cachegen.hf.compat import keeps_states, storing_layers
+from hf_cachegen.hf.compat import StateSpec, keeps_states, storing_layers
+from hf_cachegen.layout import DtypeName
+
+STATE_DTYPES = tuple(getattr(torch, name) for name in get_args(DtypeName))
 
 KINDS = ("conv_states", "recurrent_states")
 """What transformers calls them, and the file too."""
-
-RECURRENT_AXES = (
-    ("num_v_heads", "head_k_dim", "head_v_dim"),
-    ("num_heads", "head_dim", "ssm_state_size"),
-    ("intermediate_size", "ssm_state_size"),
-)
-"""By what names a module knows the shape of its recurrent state: the gated delta rule, Mamba 2,
-Mamba. Modules of Mamba 2 have all names of Mamba, so the order counts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ def pack_states(states: Mapping[int, LayerStates]) -> bytes | None:
 
 
 def unpack_states(
-    data: bytes, numbers: Mapping[int, int], shapes: Mapping[str, Sequence[int]]
+    data: bytes, numbers: Mapping[int, int], specs: Mapping[str, StateSpec]
 ) -> dict[int, LayerStates]:
     """The states of a file.
 
@@ -78,8 +73,9 @@ def unpack_states(
         The file.
     numbers
         By layer that keeps states, how many of each kind it keeps at most.
-    shapes
-        By name in the file, the shape of each state that has to be there, as far as known.
+    specs
+        By name in the file, the shape and dtype of each state that has to be there, as far as
+        known.
 
     Raises
     ------
@@ -98,9 +94,9 @@ def unpack_states(
         for number in range(count)
     }
     for name, tensor in tensors.items():
-        if name not in known or not tensor.is_floating_point():
+        if name not in known or tensor.dtype not in STATE_DTYPES:
             raise FormatError(
-                f"states: expected floating-point states of the layers {list(numbers)}, found "
+                f"states: expected {_names(STATE_DTYPES)} of the layers {list(numbers)}, found "
                 f"{name!r} of {tensor.dtype}; encode the context again with this model"
             )
         layer, kind, number = known[name]
@@ -108,18 +104,18 @@ def unpack_states(
     empty = [layer for layer, held in states.items() if not held.conv_states]
     if empty:
         raise FormatError(f"states: found none of the layers {empty}; fetch the file again")
-    _check_shapes(tensors, shapes)
+    for name, spec in specs.items():
+        _check_state(name, tensors.get(name), spec)
     return states
 
 
-def _check_shapes(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    for name, shape in shapes.items():
-        found = list(tensors[name].shape) if name in tensors else None
-        if found != list(shape):
-            raise FormatError(
-                f"states: expected {name!r} of shape {list(shape)}, found {found or 'none'}; "
-                "encode the context again with this model"
-            )
+def _check_state(name: str, found: Tensor | None, spec: StateSpec) -> None:
+    if found is None or tuple(found.shape) != spec.shape or found.dtype not in spec.dtypes:
+        shown = "none" if found is None else f"{list(found.shape)} in {_names([found.dtype])}"
+        raise FormatError(
+            f"states: expected {name!r} of shape {list(spec.shape)} in {_names(spec.dtypes)}, "
+            f"found {shown}; encode the context again with this model"
+        )
 
 
 def _states_of(index: int, layer: Any) -> LayerStates:
@@ -156,34 +152,6 @@ def state_numbers(layers: Sequence[Any]) -> dict[int, int]:
     }
 
 
-def state_shapes(model: PreTrainedModel, numbers: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
-    """By name in the file, the shapes of states, as far as the model's modules tell them.
-
-    Nothing is run for it. They tell no shapes of layers with several states of a kind.
-
-    Parameters
-    ----------
-    model
-        The model that goes on from the states.
-    numbers
-        By layer that keeps states, how many of each kind it keeps at most.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for module in model.get_decoder().modules():
-        convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
-        layer = getattr(module, "layer_idx", None)
-        if len(convolutions) != 1 or layer is None or numbers.get(layer) != 1:
-            continue
-        (convolution,) = convolutions
-        shapes[f"{layer}.conv_states.0"] = convolution.in_channels, *convolution.kernel_size
-        recurrent = _recurrent_shape(module)
-        if recurrent is not None:
-            shapes[f"{layer}.recurrent_states.0"] = recurrent
-    return shapes
-
-
-def _recurrent_shape(module: nn.Module) -> tuple[int, ...] | None:
-    for names in RECURRENT_AXES:
-        if all(hasattr(module, name) for name in names):
-            return tuple(getattr(module, name) for name in names)
-    return None
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    """Names of dtypes for people, without ``torch.``."""
+    return " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))

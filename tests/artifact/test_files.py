@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_cachegen.artifact.files import holds_files, replace_folder
+from hf_cachegen.artifact.files import check_writable, holds_files, replace_folder
+from hf_cachegen.errors import StoreError
 
 
 def test_folder_holds_files_if_all_their_bytes_are_there(tmp_path: Path) -> None:
@@ -54,3 +56,21 @@ def test_folder_comes_back_if_the_new_one_cannot_take_its_place(
         replace_folder(target, {"a": b"2"})
     assert (target / "a").read_bytes() == b"1"
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_folder_that_can_be_made_or_written_to(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "a" / "b", Path("a"), Path(".")):
+        check_writable(folder)
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "a" / "b", Path("file/a")):
+        with pytest.raises(StoreError, match="is a file"):
+            check_writable(folder)
+
+
+def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The system's answer is made up, since a superuser may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(StoreError, match=f"no permission to write to {tmp_path}"):
+        check_writable(tmp_path / "a")

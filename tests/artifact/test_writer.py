@@ -307,7 +307,8 @@ def test_files_of_others_are_left_alone(tmp_path: Path, save: Save) -> None:
 def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path, save: Save) -> None:
     save(tmp_path, range(20))
     stale = [".cache.json.tmp", f"chunks/{'0' * 32}.kv", f"chunks/.{'0' * 32}.kv.tmp"]
-    for name in stale:
+    for name in (*stale, "table/.new-1a/new/table.json", f"table/{'0' * 32}/table.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"half")
     manifest = save(tmp_path, range(24))
     assert files(tmp_path) == expected_files(manifest)

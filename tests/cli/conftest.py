@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 from typer.testing import CliRunner
 
+from hf_cachegen.bench.local_hub import LocalHub
 from hf_cachegen.cli import app
 
 Run = Callable[..., str]
@@ -38,6 +40,14 @@ def refuse() -> Run:
         return line
 
     return refuse
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """An empty Hub that huggingface_hub talks to, with a cache of its own."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    with LocalHub(tmp_path / "hub") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

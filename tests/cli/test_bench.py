@@ -82,6 +82,8 @@ def test_profile_writes_what_it_measured_into_the_card(
     arguments += ["--sample-tokens", 100, "--max-samples", 2, "--codecs", "delta"]
     arguments += ["--set", "delta.factors=1,"]
     assert "1756 tokens" in refuse(*arguments, "--evaluate", documents[0])
+    assert not out.exists()  # it is told before the profile
+    run(*arguments)
     card = (out / "README.md").read_text()
     assert "| three | 200 |" in card
     assert "Not measured" in card

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 from typer.testing import CliRunner
 
 from hf_cachegen import ModelTable, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.bench.link import LinkServer, Reset
-from hf_cachegen.bench.local_hub import LocalHub
 from hf_cachegen.cli import app
 from hf_cachegen.hf.table_hub import push_table
 from hf_cachegen.stores import LocalStore
@@ -29,13 +26,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock"
     }
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    with LocalHub(tmp_path / "hub") as server:
-        yield server
 
 
 def test_info_as_json(run, encoded, tiny_model_folder):

@@ -38,6 +38,34 @@ def test_text_of_less_than_a_sample_is_refused(tiny_model: Any, tiny_tokenizer: 
         profile(tiny_model, tiny_tokenizer, {"a": "Too short."})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample_tokens": 7}, "at least 8 tokens, got 7"),
+        ({"sample_tokens": 0}, "at least 8 tokens, got 0"),
+        ({"max_samples": 0}, "one sample"),
+        ({"max_samples": -1}, "one sample"),
+        ({"gradient_samples": 0}, "one gradient sample"),
+        ({"configs": ()}, "at least one codec"),
+    ],
+)
+def test_settings_without_a_sample_are_refused(
+    tiny_model: Any, tiny_tokenizer: Any, tiny_text: str, options: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        profile(tiny_model, tiny_tokenizer, {"a": tiny_text}, **options)
+
+
+def test_the_shortest_samples_and_the_shortest_rest_of_them(
+    tiny_model: Any, tiny_tokenizer: Any, tiny_text: str
+) -> None:
+    text = tiny_tokenizer.decode(tiny_tokenizer(tiny_text)["input_ids"][:20])
+    n_tokens = len(tiny_tokenizer(text)["input_ids"])
+    assert n_tokens % 8 == 4
+    table = profile(tiny_model, tiny_tokenizer, {"a": text}, sample_tokens=8)
+    assert dict(table.record.data) == {"a": n_tokens}
+
+
 def test_profile_is_deterministic(tiny_model: Any, tiny_tokenizer: Any, tiny_text: str) -> None:
     tables = [
         profile(tiny_model, tiny_tokenizer, {"a": tiny_text}, sample_tokens=300, model_id="me/it")

@@ -628,22 +628,3 @@ def test_ids_are_checked_before_the_model_runs(
     with pytest.raises(ValueError, match=message):
         save_cache(llama.model, None, ids, tmp_path / "a")
     assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"levels": ["transform-9"], "tables": None}, "unknown level 'transform-9'"),
-        ({"chunk_tokens": -3}, "chunks of at least one token, got chunk_tokens=-3"),
-        ({"importance": torch.ones(3)}, "expected importance"),
-        ({"importance": torch.ones(70, dtype=torch.bool)}, "expected importance"),
-        ({"importance": torch.ones(70, dtype=torch.complex64)}, "expected importance"),
-    ],
-)
-def test_settings_are_checked_before_the_model_runs(
-    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: Any, message: str
-) -> None:
-    monkeypatch.setattr("hf_cachegen.hf.saving.prefill", None)  # would not be callable
-    with pytest.raises(ValueError, match=message):
-        save_cache(llama.model, None, llama.ids, tmp_path / "a", **options)
-    assert not (tmp_path / "a").exists()

@@ -39,7 +39,13 @@ from hf_cachegen.codec.delta import DeltaConfig
 from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.hf import incoming
 from hf_cachegen.hf.calibration import calibrate
-from hf_cachegen.hf.compat import cache_argument, keeps_states, native_layers, place_arguments
+from hf_cachegen.hf.compat import (
+    cache_argument,
+    keeps_states,
+    native_layers,
+    place_arguments,
+    state_specs,
+)
 from hf_cachegen.hf.counting import CountingCache
 from hf_cachegen.hf.incoming import Incoming
 from hf_cachegen.hf.joining import fill_cache
@@ -48,7 +54,6 @@ from hf_cachegen.hf.states import (
     KINDS,
     cached_states,
     state_numbers,
-    state_shapes,
     unpack_states,
 )
 from hf_cachegen.stores import LocalStore
@@ -466,10 +471,36 @@ def test_missing_recurrent_states_are_told(stateful: Stateful, tmp_path: Path) -
         cache.wait()
 
 
-def test_shapes_are_known_of_every_state(stateful: Stateful) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", SERVED)
+def test_shape_and_dtype_are_known_of_every_state(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = publish(build(model_type, dtype), tmp_path).model
+    (path,) = tmp_path.glob("states-*")
+    states, specs = load(path.read_bytes()), state_specs(model, state_numbers(native_layers(model)))
+    assert specs.keys() == states.keys()
+    for name, state in states.items():
+        assert specs[name].shape == tuple(state.shape)
+        assert state.dtype in specs[name].dtypes
+
+
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_in_another_dtype_are_told_before_the_model_sees_them(
+    stateful: Stateful, kind: str, other: torch.dtype, tmp_path: Path
+) -> None:
     (path,) = stateful.folder.glob("states-*")
-    shapes = {name: tuple(t.shape) for name, t in load(path.read_bytes()).items()}
-    assert state_shapes(stateful.model, state_numbers(native_layers(stateful.model))) == shapes
+    states = load(path.read_bytes())
+    if not any(kind in name for name in states):
+        pytest.skip(f"no {kind}")
+    changed = {key: t.to(other) if kind in key else t for key, t in states.items()}
+    folder = copied(stateful, tmp_path, save(changed))
+    cache = CompressedStreamingCache.from_pretrained(folder, model=stateful.model)
+    found = str(other).removeprefix("torch.")
+    for _ in range(2):
+        with pytest.raises(FormatError, match=f"expected .*float32.* found .*{found}"):
+            stateful.forward(cache, NEW)
 
 
 @pytest.mark.parametrize("interrupted", ["wait_states", "unpack_states", "_load_states"])
@@ -527,6 +558,19 @@ def test_states_cannot_be_taken_back(stateful: Stateful) -> None:
         cache.inputs(input_ids=NEW)
     second = cache.inputs(input_ids=NEW, previous=answer[None])
     assert second["input_ids"].shape[1] == len(answer) + len(NEW)
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_streamed_states_keep_their_levels_when_saved_by_hand(
+    model_type: str, tmp_path: Path
+) -> None:
+    stateful = publish(build(model_type), tmp_path / "a", levels=["raw"])
+    cache = stateful.load("raw")
+    manifest = save_cache(stateful.model, None, stateful.ids, tmp_path / "b", cache=cache)
+    with record_cache(stateful.model, tmp_path / "c"):
+        stateful.generate(stateful.load("raw"), torch.cat((stateful.ids, NEW)))
+    recorded = Artifact.open(LocalStore(tmp_path / "c")).manifest
+    assert [level.name for level in (*manifest.levels, *recorded.levels)] == ["raw", "raw"]
 
 
 @pytest.mark.parametrize("level", ["lossless", "coarsest"])
@@ -810,7 +854,7 @@ def test_file_names_every_state_by_layer_kind_and_number(stateful: Stateful) -> 
         layer, kind, number = name.split(".")
         assert torch.equal(tensor, getattr(native[int(layer)], kind)[int(number)])
     numbers = state_numbers(layers)
-    states = unpack_states(data, numbers, state_shapes(stateful.model, numbers))
+    states = unpack_states(data, numbers, state_specs(stateful.model, numbers))
     assert sum(held.size_bytes for held in states.values()) < len(data)
 
 

@@ -160,6 +160,10 @@ SETUPS = {
 A40; which model ran on how many of them is not known to us."""
 
 
+LOSSLESS_BITS = 10.6
+"""Of a bfloat16 value at the level ``lossless``, measured as :data:`LADDERS` are."""
+
+
 @dataclass(frozen=True)
 class Level:
     """A quality of an encoded cache.
@@ -200,7 +204,8 @@ class Ladder:
 
     def with_exact_levels(self) -> Ladder:
         """The same with this library's two exact levels on top, which nest with nothing."""
-        exact = (Level("lossless", 10.6, 0.0), Level("raw", 16.0, 0.0, entropy_coded=False))
+        lossless = Level("lossless", LOSSLESS_BITS, 0.0)
+        exact = (lossless, Level("raw", 16.0, 0.0, entropy_coded=False))
         return replace(self, levels=self.levels + exact)
 
 
@@ -215,10 +220,10 @@ LADDERS = {
     "delta": Ladder(
         "delta",
         (
-            Level("delta-0", 2.85, 0.181),
-            Level("delta-1", 3.70, 0.0243),
-            Level("delta-2", 4.15, 0.0111),
-            Level("delta-3", 4.87, 0.0035),
+            Level("delta-0", 2.82, 0.2),
+            Level("delta-1", 3.67, 0.028),
+            Level("delta-2", 4.12, 0.014),
+            Level("delta-3", 4.84, 0.0038),
         ),
     ),
     "transform": Ladder(
