@@ -24,9 +24,9 @@ class LayeredPolicy(Policy):
     A deadline is met by stopping and not by guessing: layers whose refinement is not being decoded
     by then keep what they have. The first chunks are recomputed from text instead where the
     processor has time for it beside decoding all others at any level, or where bases alone are too
-    likely to be late. Once the bases are there, both ends are improved at once: the link refines,
-    of equal worth the last chunks first, and time that the processor has left goes into recomputing
-    the first ones, whose predecessors are exact.
+    likely to be late. Once the bases are there, all that the link and the processor have time for
+    is planned, and brought in rounds as far as the processor has time for those, too: what is worth
+    most per second comes first, of equal worth in the last chunks, since the first may be text.
 
     Attributes
     ----------
@@ -73,9 +73,8 @@ class LayeredPolicy(Policy):
             plan = self._plan(state, budget)
             if plan:
                 break
-        recompute = self._recompute(state, plan, stop_s)
-        if recompute is not None or not plan:
-            return recompute
+        if not plan:
+            return None
         best = max([*plan, *self._stopovers(state, plan, budget)], key=_Option.worth)
         return Refinement(best.chunk, best.level, best.size_bytes, stop_s)
 
@@ -174,22 +173,6 @@ class LayeredPolicy(Policy):
         """What has to be fetched of a level by who holds another one."""
         sizes = state.sizes_bytes[chunk]
         return max(sizes[level] - (sizes[held] if level < self.nested else 0), 0)
-
-    def _recompute(
-        self, state: StreamState, plan: Sequence[_Option], stop_s: float
-    ) -> Refinement | None:
-        """The first chunk as text, if the processor has time beside decoding what else arrives."""
-        lossy = [
-            chunk
-            for chunk, held in enumerate(state.chosen)
-            if held != TEXT and self.losses[held] > 0
-        ]
-        if not lossy or not state.recompute_s:
-            return None
-        decode_s = sum(o.decode_s for o in plan if o.chunk != lossy[0])
-        if state.compute_begin_s() + state.recompute_s[lossy[0]] + decode_s > stop_s:
-            return None
-        return Refinement(lossy[0], TEXT, 0, stop_s)
 
 
 class _Budget(NamedTuple):

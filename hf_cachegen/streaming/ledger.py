@@ -37,9 +37,8 @@ class Ledger:
         self._segments = [0] * len(layers)  # of each chunk, on their way through the decoders
         self._in_memory = 0  # of them, those that have bytes
         self._refining_segments = 0
-        self._recomputes: deque[tuple[StreamStep, float]] = deque()  # with their latest start
+        self._recomputes: deque[StreamStep] = deque()
         self._recomputing_since: float | None = None
-        self._recomputes_late = False
         self._room = room
         self._settled = False
         self._stop_at = math.inf
@@ -70,7 +69,7 @@ class Ledger:
     def recompute_backlog_s(self) -> float:
         """Predicted seconds of the recomputations that are queued and not yet done."""
         with self._changed:
-            queued_s = sum(step.predicted_recompute_s or 0.0 for step, _ in self._recomputes)
+            queued_s = sum(step.predicted_recompute_s or 0.0 for step in self._recomputes)
             since = self._recomputing_since
             return max(queued_s - (time.monotonic() - since if since else 0.0), 0.0)
 
@@ -93,14 +92,10 @@ class Ledger:
             self._handed_over[chunk] = True
             self._check_whole(chunk)
 
-    def queue_recompute(self, step: StreamStep, latest_start: float = math.inf) -> None:
-        """Have a chunk recomputed, unless it cannot be begun before ``latest_start``.
-
-        Once one was not, later ones that have such a limit are not either: they may follow on it.
-        """
+    def queue_recompute(self, step: StreamStep) -> None:
+        """Have a chunk recomputed by whoever waits."""
         with self._changed:
-            if not (self._recomputes_late and latest_start < math.inf):
-                self._recomputes.append((step, latest_start))
+            self._recomputes.append(step)
             self._changed.notify_all()
 
     def refine_until(self, stop_at: float) -> None:
@@ -208,18 +203,17 @@ class Ledger:
             if self._closed:
                 raise StoreError("the cache's stream was closed before this layer had arrived")
             self._recomputing_since = time.monotonic()
-            return self._recomputes[0][0]
+            return self._recomputes[0]
 
     def _end_recompute(self, done: bool) -> None:
         with self._changed:
-            step, _ = self._recomputes.popleft()
+            step = self._recomputes.popleft()
             if done:
                 self._missing[step.chunk].clear()
             self._recomputing_since = None
             self._changed.notify_all()
 
     def _is_ready(self, layer: int) -> bool:
-        self._drop_late()
         written = self._refining_segments or self._recomputing_since is not None
         if written or any(layer in missing for missing in self._missing):
             return False
@@ -227,24 +221,15 @@ class Ledger:
         return self.ended or not may_change
 
     def _can_recompute(self) -> bool:
-        self._drop_late()
         if self._recomputing_since is not None or not self._recomputes:
             return False
-        chunk = self._recomputes[0][0].chunk
+        chunk = self._recomputes[0].chunk
         return not any(self._missing[:chunk]) and not any(self._segments[: chunk + 1])
-
-    def _drop_late(self) -> None:
-        """Forget refinements by recomputation once the first of them can no longer be in time."""
-        if self._recomputing_since is not None or not self._recomputes:
-            return
-        if self._recomputes[0][1] < time.monotonic():
-            self._recomputes_late = True
-            self._recomputes.clear()
 
     def _is_still(self, chunk: int) -> bool:
         """Whether a chunk is in place and nobody writes it or may read it."""
         busy = self._missing[chunk] or self._segments[chunk]
-        return not busy and all(step.chunk < chunk for step, _ in self._recomputes)
+        return not busy and all(step.chunk < chunk for step in self._recomputes)
 
     def _may_refine(self) -> bool:
         return not self._settled and time.monotonic() < self._stop_at
@@ -259,9 +244,7 @@ class Ledger:
             )
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait for a change that makes something so; times that are set here count as changes."""
+        """Wait for a change that makes something so; that refinements end counts as one."""
         while not ready():
-            now = time.monotonic()
-            times = [self._stop_at, *(latest for _, latest in self._recomputes)]
-            coming = [at - now for at in times if now < at < math.inf]
-            self._changed.wait(min(coming, default=None))
+            left_s = self._stop_at - time.monotonic()
+            self._changed.wait(left_s if 0 < left_s < math.inf else None)

@@ -269,14 +269,11 @@ class ChunkStream:
         stop_at = self._now.started_at + wanted.stop_s
         self._ledger.refine_until(stop_at)
         step = self._begin(wanted.chunk, wanted.level, wanted)
-        if wanted.level == TEXT:
-            self._ledger.queue_recompute(step, stop_at - (step.predicted_recompute_s or 0.0))
-        else:
-            try:
-                if not self._ledger.await_refinable(step) or not self._fetch(step):
-                    return False
-            except (StoreError, FormatError):
-                return False  # what is in place is good enough
+        try:
+            if not self._ledger.await_refinable(step) or not self._fetch(step):
+                return False
+        except (StoreError, FormatError):
+            return False  # what is in place is good enough
         self._now.chosen[wanted.chunk] = wanted.level
         return True
 

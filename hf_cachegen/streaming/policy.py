@@ -163,7 +163,8 @@ class Refinement:
     Attributes
     ----------
     chunk, level
-        What to refine, and the level it then has.
+        What to refine, and the level it then has: not :data:`TEXT`, which whoever waits for the
+        context would have to wait for, too.
     size_bytes
         What has to be fetched for it.
     stop_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -239,26 +238,11 @@ def test_refinements_write_over_what_is_there(llama: Any, scripted: Any) -> None
     assert cache.chunk_sources() == ["exact"] * 3
 
 
-def test_text_and_levels_refine_at_both_ends(published: Any, scripted: Any) -> None:
-    refinements = [
-        Refinement(0, TEXT, 0, LATER),
-        Refinement(2, RAW, 0, LATER),
-        Refinement(1, TEXT, 0, LATER),
-    ]
-    cache = open_cache(published, scripted((COARSE,) * 3, refinements))
+def test_text_in_front_and_refinements_behind(published: Any, scripted: Any) -> None:
+    refinements = [Refinement(2, RAW, 0, LATER), Refinement(1, RAW, 0, LATER)]
+    cache = open_cache(published, scripted((TEXT, COARSE, COARSE), refinements))
     assert_close(cache, published.native())
     assert cache.chunk_sources() == ["exact"] * 3
-
-
-def test_nobody_who_waits_recomputes_past_the_deadline(llama: Any, scripted: Any) -> None:
-    refinements = [Refinement(0, TEXT, 0, -1.0), Refinement(1, TEXT, 0, LATER)]
-    cache = open_cache(llama, scripted((COARSE,) * 3, refinements))
-    cache.wait()
-    limit = time.monotonic() + 10
-    while len(cache.stream_report()) < 5 and time.monotonic() < limit:
-        time.sleep(0.001)  # nobody waits for what is late, and so not for its being asked for
-    assert [step.finished for step in cache.stream_report()] == [True] * 3 + [False] * 2
-    assert cache.chunk_sources() == ["delta-0"] * 3
 
 
 def test_models_whose_rotation_moves_with_the_length_are_refused(llama: Any) -> None:

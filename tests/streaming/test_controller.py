@@ -240,17 +240,6 @@ def test_nested_refinements_cost_the_difference():
     assert replaced.size_bytes == 20 * 10**6
 
 
-def test_refinement_recomputes_the_first_chunk_if_there_is_time():
-    policy = LayeredPolicy(1.0, LOSSES, nested=4)
-    known = {"elapsed_s": 0.2, "throughputs_bytes_per_s": [1e9] * 4, "recompute_s": [0.5] * 4}
-    first = policy.refine(state(chosen=(0, 0, 0, 0), **known))
-    assert first is not None
-    assert (first.chunk, first.level, first.size_bytes) == (0, TEXT, 0)
-    busy = policy.refine(state(chosen=(TEXT, 0, 0, 0), compute_free_s=0.7, **known))
-    assert busy is not None
-    assert (busy.chunk, busy.level) == (3, 3)
-
-
 @given(states(), st.floats(0.1, 5), st.integers(0, N_LEVELS))
 def test_refinements_improve_and_are_expected_in_time(
     known: StreamState, target_s: float, nested: int
@@ -290,7 +279,7 @@ def test_a_refinement_that_is_expected_too_late_is_not_begun():
 
 def test_nothing_is_refined_to_what_loses_as_much():
     policy = LayeredPolicy(1.0, (0.2, 0.05, 0.0, 0.0))
-    exact = state(chosen=(2, 2, 2, 2), throughputs_bytes_per_s=[1e12], recompute_s=[0.1] * 4)
+    exact = state(chosen=(2, 2, 2, 2), throughputs_bytes_per_s=[1e12])
     assert policy.refine(exact) is None
 
 
@@ -375,17 +364,6 @@ def test_refining_is_worth_more_for_more_tokens():
     )
     assert found is not None
     assert found.chunk == 0
-
-
-def test_text_leaves_the_processor_time_to_decode_refinements():
-    policy = LayeredPolicy(1.0, LOSSES, nested=4)
-    known = {"chosen": (0,) * 4, "throughputs_bytes_per_s": [10e9], "decode_s": [(0.1,) * 4] * 4}
-    fits = policy.refine(state(recompute_s=[0.7] * 4, **known))
-    too_long = policy.refine(state(recompute_s=[0.8] * 4, **known))
-    assert fits is not None
-    assert too_long is not None
-    assert (fits.chunk, fits.level) == (0, TEXT)
-    assert (too_long.chunk, too_long.level) == (3, 3)
 
 
 def test_policies_by_name():

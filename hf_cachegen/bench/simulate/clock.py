@@ -149,11 +149,8 @@ class _Run:
             self._fetch(chunk, level, self._costs.sizes_bytes[chunk][level])
 
     def refine(self, wanted: Refinement) -> None:
-        if wanted.level == TEXT:
-            self._recompute(wanted.chunk)
-        elif not self._fetch(wanted.chunk, wanted.level, wanted.size_bytes, wanted.stop_s):
-            return
-        self._levels[wanted.chunk] = wanted.level
+        if self._fetch(wanted.chunk, wanted.level, wanted.size_bytes, wanted.stop_s):
+            self._levels[wanted.chunk] = wanted.level
 
     def outcome(self) -> Outcome:
         ready_s = max(self._now_s, self._compute_free_s)
