@@ -35,6 +35,7 @@ from hf_cachegen.hf.contents import cached_layers
 from hf_cachegen.hf.prefill import prefill
 from hf_cachegen.hf.saving import save_cache
 from hf_cachegen.stores import HttpStore
+from hf_cachegen.streaming.controller import OF_A_LEVEL
 from hf_cachegen.streaming.policy import TEXT
 from hf_cachegen.streaming.steps import StreamStep
 from hf_cachegen.tables import ModelTable
@@ -170,7 +171,7 @@ def bench_stream(
     links
         Each is measured by itself.
     sources
-        Some of :data:`SOURCES`, or ``fixed:<level>``.
+        Some of :data:`SOURCES`, ``fixed:<level>``, or ``soonest`` and ``soonest:<level>`` likewise.
     levels
         Levels of the artefact, by default what ``encode`` stores.
     target_s
@@ -335,16 +336,17 @@ def _continue(model: PreTrainedModel, cache: Cache, ids: Tensor, keep: int) -> T
 
 
 def _expand(sources: Sequence[str], manifest: Manifest) -> Iterator[str]:
-    """Sources with every level in place of ``fixed``."""
+    """Sources with every level in place of ``fixed`` and ``soonest``."""
     levels = [level.name for level in manifest.levels]
-    known = {*SOURCES, *(f"fixed:{level}" for level in levels)}
+    each = {kind: [f"{kind}:{level}" for level in levels] for kind in OF_A_LEVEL}
+    known = {*SOURCES, *each, *(name for names in each.values() for name in names)}
     for source in sources:
         if source not in known:
             raise ValueError(
-                f"unknown source {source!r}; expected some of {', '.join(SOURCES)} or fixed:LEVEL "
-                f"with a level of {', '.join(levels)}"
+                f"unknown source {source!r}; expected some of {', '.join(SOURCES)}, fixed:LEVEL or "
+                f"soonest:LEVEL with a level of {', '.join(levels)}"
             )
-        yield from [f"fixed:{level}" for level in levels] if source == "fixed" else [source]
+        yield from each.get(source, [source])
 
 
 def _row(

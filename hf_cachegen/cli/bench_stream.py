@@ -51,7 +51,7 @@ def stream(
         list[str] | None,
         typer.Option(
             help="Only these: text, bf16 and uniform-8 (files without a codec), fixed (every "
-            "level), fixed:LEVEL, paper, robust, layered.",
+            "level), soonest (the same), fixed:LEVEL, soonest:LEVEL, paper, robust, layered.",
             show_default=False,
         ),
     ] = None,

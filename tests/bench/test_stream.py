@@ -292,3 +292,12 @@ def test_traces_that_make_no_sense(tmp_path: Path, text: str, words: str):
     path.write_text(text)
     with pytest.raises(ValueError, match=words):
         read_trace(path)
+
+
+def test_both_ends_at_once(measure: Any):
+    """The exact level as fast as the link and the model bring it, and no other."""
+    (soonest,) = measure(1.0, sources=["soonest:lossless"], runs=2).rows
+    assert soonest.shares.keys() <= {"text", "lossless"}
+    assert soonest.kl_mean == pytest.approx(0, abs=1e-6)
+    every = measure(50.0, sources=["soonest"], runs=1).rows
+    assert [row.source for row in every] == [f"soonest:{level}" for level in LEVELS]
