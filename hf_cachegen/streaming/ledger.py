@@ -28,9 +28,15 @@ class Ledger:
         Per chunk, the layers that need it.
     room
         Encoded segments in memory at most: for more, the link has to wait.
+    may_turn
+        Whether a chunk that is on its way may still be given up and recomputed. Then no layer is
+        ready for use before every chunk has been handed over: what was used could not be taken
+        back, and the recomputation reads all layers of the chunks before.
     """
 
-    def __init__(self, layers: Sequence[Sequence[int]], *, room: int) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[int]], *, room: int, may_turn: bool = False
+    ) -> None:
         self._layers = layers
         self._missing = [set(chunk) for chunk in layers]
         self._handed_over = [False] * len(layers)
@@ -40,6 +46,7 @@ class Ledger:
         self._recomputes: deque[StreamStep] = deque()
         self._recomputing_since: float | None = None
         self._room = room
+        self._may_turn = may_turn
         self._settled = False
         self._stop_at = math.inf
         self._has_base = False
@@ -106,7 +113,10 @@ class Ledger:
 
     def end_base(self) -> None:
         """What comes from now on are refinements."""
-        self._has_base = True
+        with self._changed:
+            self._has_base = True
+            self._may_turn = False
+            self._changed.notify_all()
 
     def await_refinable(self, step: StreamStep) -> bool:
         """Wait until a chunk may be written over; False if that is not wanted any more."""
@@ -217,7 +227,7 @@ class Ledger:
         written = self._refining_segments or self._recomputing_since is not None
         if written or any(layer in missing for missing in self._missing):
             return False
-        may_change = self._recomputes or (self._fetching and self._may_refine())
+        may_change = self._recomputes or (self._fetching and (self._may_turn or self._may_refine()))
         return self.ended or not may_change
 
     def _can_recompute(self) -> bool:

@@ -129,6 +129,7 @@ class ChunkStream:
                 manifest.n_layers * CHUNKS_TOGETHER if decode_many else manifest.n_layers // 2,
                 MIN_SEGMENTS_IN_FLIGHT,
             ),
+            may_turn=policy.adapts and recompute is not None,
         )
         holds_past = [True] * len(layers) if holds_past is None else holds_past
         self._now = Situation(

@@ -75,9 +75,10 @@ class Situation:
         refines_until_s = policy.refines_until_s(state)
         self._ledger.refine_until(self.started_at + refines_until_s)
         estimate = state.estimate()
-        if elapsed_s < refines_until_s or estimate is None:
+        may_turn = policy.adapts and self._holds_past is not None
+        if elapsed_s < refines_until_s or may_turn or estimate is None:
             return state
-        # No more waiting for refinements: the prompt's pass follows the last chunk's layers.
+        # Nothing will change any more: the prompt's pass follows the last chunk's layers.
         overlap_s = estimate.median_s(min(self._sizes[-1]))
         return dataclasses.replace(state, tail_s=self._costs.tail_s(overlap_s))
 

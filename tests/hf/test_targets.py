@@ -18,6 +18,7 @@ from hf_cachegen.bench.link import Gone, LinkServer, Stall
 from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.errors import StoreUnreachable
 from hf_cachegen.hf.calibration import calibrate, machine_rates
+from hf_cachegen.hf.codecs import load_table
 from hf_cachegen.hf.policies import resolve_policy
 from hf_cachegen.stores import HttpStore, LocalStore
 from hf_cachegen.streaming.controller import FixedLevel
@@ -181,25 +182,46 @@ def test_report_sets_what_happened_beside_what_was_expected(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["robust", "layered", "paper", "soonest:lossless"])
-@pytest.mark.parametrize("request_", [0, 1, 3])
-def test_link_that_is_gone_is_not_the_end(llama: Any, policy: str, request_: int) -> None:
-    """With the table, in the middle of a chunk, or later: what is missing is recomputed."""
+@pytest.mark.parametrize("request_", range(6))
+@pytest.mark.parametrize("at_byte", [100, 1000, 2500, 4500])
+def test_link_that_is_gone_is_not_the_end(
+    llama: Any, scripted: Any, policy: str, request_: int, at_byte: int
+) -> None:
+    """In the middle of a chunk, while somebody waits: what is missing is recomputed.
+
+    The answer is that of a cache whose chunks come from the same sources, undisturbed. So no layer
+    was used before it was certain where it comes from.
+    """
     slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
     machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)  # nothing to wish for
+    table, _ = load_table(next((slow.folder / "table").iterdir()))
     with LinkServer(slow.folder) as server, HttpStore(server.url, retries=1) as store:
         artifact = Artifact.open(store)
-        server.faults = (Gone(len(server.requests) + request_, at_byte=100),)
-        levels = artifact.manifest.levels
-        target_s = None if policy.startswith("soonest") else 3.0
-        chosen = resolve_policy(levels, policy=policy, ttft_target_s=target_s)
-        cache = CompressedStreamingCache(artifact, slow.model, chosen)
+        server.faults = (Gone(len(server.requests) + request_, at_byte),)
+        chosen = resolve_policy(
+            artifact.manifest.levels,
+            policy=policy,
+            ttft_target_s=None if policy.startswith("soonest") else 3.0,
+        )
+        cache = CompressedStreamingCache(artifact, slow.model, chosen, table)
         logits = slow.forward(cache, SUFFIX)
-        assert server.is_gone
-        finished = [step for step in cache.stream_report() if step.finished]
-        assert any(step.level == TEXT for step in finished)
-        if all(levels[step.level].exact or step.level == TEXT for step in finished):
-            torch.testing.assert_close(logits, slow.forward(slow.native(), SUFFIX))
         cache.close()
+    if (request_, at_byte) == (0, 100):
+        assert server.is_gone
+        assert all(step.level == TEXT for step in cache.stream_report() if step.finished)
+    refinements = [step for step in cache.stream_report() if step.refinement]
+    if any(not step.finished for step in refinements):
+        return  # some of its layers have it, which ones is up to chance
+    base = {step.chunk: step.level for step in cache.stream_report() if not step.refinement}
+    undisturbed = CompressedStreamingCache(
+        Artifact.open(LocalStore(slow.folder)),
+        slow.model,
+        scripted(
+            [base[chunk] for chunk in range(3)],
+            [Refinement(step.chunk, step.level, 0, 1e6) for step in refinements],
+        ),
+    )
+    torch.testing.assert_close(logits, slow.forward(undisturbed, SUFFIX))
 
 
 def test_link_that_is_gone_ends_a_stream_that_knows_nothing_else(llama: Any) -> None:
