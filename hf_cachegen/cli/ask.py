@@ -82,7 +82,7 @@ def generate(
     from hf_cachegen.hf.calibration import calibrate
 
     loaded, tokenizer = load_model(model, dtype)
-    if ttft_target is not None:
+    if ttft_target is not None or policy is not None:  # which may reckon with the model's speed
         calibrate(loaded)
 
     def open_cache() -> CompressedStreamingCache:

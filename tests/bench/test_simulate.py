@@ -289,6 +289,18 @@ def test_both_ends_at_once_on_a_link_of_3_gbps():
     assert lossless.ttft_mean_s < 0.7 * min(text, report.row("fixed:lossless").ttft_mean_s)
 
 
+def test_a_level_is_simulated_where_it_is():
+    policies = ("text", "fixed:delta-1", "soonest:transform-0")
+    report = run_simulation(SimulationConfig(contexts=1, policies=policies))
+    assert [(row.ladder, row.policy) for row in report.rows] == [
+        ("", "text"),
+        ("delta", "fixed:delta-1"),
+        ("transform", "soonest:transform-0"),
+    ]
+    with pytest.raises(ValueError, match="unknown level 'best'"):
+        run_simulation(SimulationConfig(contexts=1, policies=("fixed:best",)))
+
+
 def test_sharing_stretches_everything_alike():
     config = SimulationConfig(contexts=1, policies=("text", "fixed"))
     alone = run_simulation(config)

@@ -172,6 +172,10 @@ def _policies(config: SimulationConfig, ladder: Ladder) -> Iterator[tuple[str, P
     for name in config.policies:
         if name == "text" and ladder is not config.ladders[0]:
             continue
+        kind, _, level = name.partition(":")
+        elsewhere = any(level in other.names for other in config.ladders)
+        if kind in OF_A_LEVEL and elsewhere and level not in ladder.names:
+            continue  # another ladder has it
         for one in [f"{name}:{level}" for level in ladder.names] if name in OF_A_LEVEL else [name]:
             yield (
                 one,
