@@ -35,7 +35,7 @@ from hf_cachegen.hf.contents import cached_layers
 from hf_cachegen.hf.prefill import prefill
 from hf_cachegen.hf.saving import save_cache
 from hf_cachegen.stores import HttpStore
-from hf_cachegen.streaming.controller import OF_A_LEVEL
+from hf_cachegen.streaming.controller import OF_A_LEVEL, for_each_level
 from hf_cachegen.streaming.policy import TEXT
 from hf_cachegen.streaming.steps import StreamStep
 from hf_cachegen.tables import ModelTable
@@ -338,15 +338,15 @@ def _continue(model: PreTrainedModel, cache: Cache, ids: Tensor, keep: int) -> T
 def _expand(sources: Sequence[str], manifest: Manifest) -> Iterator[str]:
     """Sources with every level in place of ``fixed`` and ``soonest``."""
     levels = [level.name for level in manifest.levels]
-    each = {kind: [f"{kind}:{level}" for level in levels] for kind in OF_A_LEVEL}
-    known = {*SOURCES, *each, *(name for names in each.values() for name in names)}
+    single = [name for kind in OF_A_LEVEL for name in for_each_level(kind, levels)]
+    known = {*SOURCES, *OF_A_LEVEL, *single}
     for source in sources:
         if source not in known:
             raise ValueError(
                 f"unknown source {source!r}; expected some of {', '.join(SOURCES)}, fixed:LEVEL or "
                 f"soonest:LEVEL with a level of {', '.join(levels)}"
             )
-        yield from each.get(source, [source])
+        yield from for_each_level(source, levels)
 
 
 def _row(

@@ -155,8 +155,7 @@ class _TableParts:
             return True
         if self._source is not None:
             return Path(self._source).is_dir()
-        embedded = self._reference.location == EMBEDDED and isinstance(self._store, LocalStore)
-        return embedded or self._cache_folder(codec).is_dir()
+        return self._is_in_local_artifact or self._cache_folder(codec).is_dir()
 
     def whole(self) -> ModelTable:
         """All parts in one table."""
@@ -191,7 +190,7 @@ class _TableParts:
             table, _ = load_table(self._source, [codec], **self._hub_options)
             self._check(table.record, [codec], f"{self._source} now holds")
             return table
-        if self._reference.location == EMBEDDED and isinstance(self._store, LocalStore):
+        if self._is_in_local_artifact:
             return self._fetch(codec)  # it is at hand, and should show if it is damaged
         kept = self._kept(codec)
         if kept is not None:
@@ -202,6 +201,10 @@ class _TableParts:
             with contextlib.suppress(OSError, ValueError):
                 table.save(self._cache_folder(codec))
         return table
+
+    @property
+    def _is_in_local_artifact(self) -> bool:
+        return self._reference.location == EMBEDDED and isinstance(self._store, LocalStore)
 
     def _fetch(self, codec: str) -> ModelTable:
         location = self._reference.location

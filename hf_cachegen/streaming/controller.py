@@ -21,12 +21,18 @@ __all__ = [
     "Soonest",
     "StreamState",
     "TextOnly",
+    "for_each_level",
     "policy_for",
 ]
 
 
 OF_A_LEVEL = ("fixed", "soonest")
 """Policies whose name goes on with ``:<level>``."""
+
+
+def for_each_level(name: str, levels: Sequence[str]) -> list[str]:
+    """What a name stands for: the policy of each level where the level is left out."""
+    return [f"{name}:{level}" for level in levels] if name in OF_A_LEVEL else [name]
 
 
 @dataclass(frozen=True)

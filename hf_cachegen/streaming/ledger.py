@@ -115,7 +115,6 @@ class Ledger:
         """What comes from now on are refinements."""
         with self._changed:
             self._has_base = True
-            self._may_turn = False
             self._changed.notify_all()
 
     def await_refinable(self, step: StreamStep) -> bool:
@@ -227,7 +226,8 @@ class Ledger:
         written = self._refining_segments or self._recomputing_since is not None
         if written or any(layer in missing for missing in self._missing):
             return False
-        may_change = self._recomputes or (self._fetching and (self._may_turn or self._may_refine()))
+        may_turn = self._may_turn and not self._has_base
+        may_change = self._recomputes or (self._fetching and (may_turn or self._may_refine()))
         return self.ended or not may_change
 
     def _can_recompute(self) -> bool:

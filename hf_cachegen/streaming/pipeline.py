@@ -117,6 +117,8 @@ class ChunkStream:
         self._queue = SegmentQueue(together=decode_many is not None)
         self._prepare = prepare
         self._recompute = recompute
+        # Whether a chunk that is on its way may be given up and recomputed.
+        self._may_turn = policy.adapts and recompute is not None
         self._link_gone = False
         self._states: Future[bytes] = Future()
         self._steps: list[StreamStep] = []
@@ -129,7 +131,7 @@ class ChunkStream:
                 manifest.n_layers * CHUNKS_TOGETHER if decode_many else manifest.n_layers // 2,
                 MIN_SEGMENTS_IN_FLIGHT,
             ),
-            may_turn=policy.adapts and recompute is not None,
+            may_turn=self._may_turn,
         )
         holds_past = [True] * len(layers) if holds_past is None else holds_past
         self._now = Situation(
@@ -331,7 +333,7 @@ class ChunkStream:
         yield from self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
 
     def _may_prefer_text(self, step: StreamStep) -> bool:
-        return not step.refinement and self._policy.adapts and self._recompute is not None
+        return self._may_turn and not step.refinement
 
     def _prefers_text(self, step: StreamStep, meter: Meter, *, stalled: bool) -> bool:
         """Whether the policy would now rather recompute a chunk that is late.

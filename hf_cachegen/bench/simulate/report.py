@@ -12,7 +12,7 @@ from hf_cachegen.bench.simulate.clock import Costs, Outcome, context_costs, stre
 from hf_cachegen.bench.simulate.links import Link, TraceName, make_link
 from hf_cachegen.bench.simulate.presets import LADDERS, SETUPS, Ladder, Setup
 from hf_cachegen.config import CHUNK_TOKENS
-from hf_cachegen.streaming.controller import OF_A_LEVEL, TEXT, Policy, policy_for
+from hf_cachegen.streaming.controller import OF_A_LEVEL, TEXT, Policy, for_each_level, policy_for
 
 SCHEMA = 1
 POLICIES = ("text", "fixed", "paper", "robust", "layered")
@@ -176,7 +176,7 @@ def _policies(config: SimulationConfig, ladder: Ladder) -> Iterator[tuple[str, P
         elsewhere = any(level in other.names for other in config.ladders)
         if kind in OF_A_LEVEL and elsewhere and level not in ladder.names:
             continue  # another ladder has it
-        for one in [f"{name}:{level}" for level in ladder.names] if name in OF_A_LEVEL else [name]:
+        for one in for_each_level(name, ladder.names):
             yield (
                 one,
                 policy_for(
