@@ -30,10 +30,10 @@ def test_the_first_segment_takes_two_round_trips(published: Any) -> None:
         requests = list(server.requests)
     manifest = cache.artifact.manifest
     assert requests[0].path == "cache.json"
-    assert sorted(request.path for request in requests[1:3]) == sorted(
-        [manifest.tokens.path, manifest.chunks[0].path]
-    )
-    first = next(request for request in requests if request.path == manifest.chunks[0].path)
+    beside_the_ids = [request for request in requests if request.path != manifest.tokens.path]
+    assert len(requests) == len(beside_the_ids) + 1
+    first = beside_the_ids[1]
+    assert first.path == manifest.chunks[0].path
     assert first.start == 0
     if all(chunk.skipped == () for chunk in manifest.chunks):
         assert first.stop == cache.artifact.index_bytes + manifest.chunks[0].level_bytes[0]
