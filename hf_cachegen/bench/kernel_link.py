@@ -35,6 +35,8 @@ BURST_S = 0.004
 QUEUE_S = 0.1
 """What waits for the link at most. More is dropped, and TCP notices."""
 MIN_QUEUE_BYTES = 32 * MTU_BYTES
+GREETINGS, GREETING_S = 100, 0.1
+"""How often a new link is tried before its first use, and how long each time."""
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
 _SHAPE = "ip link add probe0 type veth peer name probe1 && tc qdisc add dev probe0 root "
@@ -65,12 +67,19 @@ def check_kernel_links(*, delays: bool = False) -> None:
     OSError
         It cannot. The message says what is missing.
     """
-    missing = _missing(_TBF) or (_missing(_NETEM) if delays else None)
+    missing = _missing(_TBF)
     if missing is not None:
         raise OSError(
             f"expected a machine where tc can shape a link, found that {missing}; run as root on "
             "Linux with iproute2 and util-linux, or let the server shape its link itself "
             "(--shaper bucket)"
+        )
+    missing = _missing(_NETEM) if delays else None
+    if missing is not None:
+        raise OSError(
+            f"expected a kernel that can delay packets, found that {missing}; load its module "
+            "sch_netem (`modprobe sch_netem`), measure without a latency (--latency-ms 0), or let "
+            "the server shape its link itself (--shaper bucket), which delays without the kernel"
         )
 
 
@@ -213,7 +222,21 @@ def _lay_wire(stack: contextlib.ExitStack) -> tuple[socket.socket, _Wire]:
     wire.run_inside("ip", "address", "add", f"{server}/30", "dev", SERVER_DEVICE)
     # Packets of more than one segment that wait when the rate falls never fit the smaller bucket.
     wire.run_inside("ip", "link", "set", SERVER_DEVICE, "gso_max_segs", "1", "up")
+    _await_traffic(wire)
     return listener, wire
+
+
+def _await_traffic(wire: _Wire) -> None:
+    """Return once the ends know each other: a first connection might wait a second for that."""
+    with socket.socket(type=socket.SOCK_DGRAM) as here:
+        here.bind((str(wire.client), 0))
+        here.settimeout(GREETING_S)
+        for _ in range(GREETINGS):
+            wire.datagrams.sendto(b"", here.getsockname())
+            with contextlib.suppress(TimeoutError):
+                here.recv(1)
+                return
+    raise OSError(f"{wire.device} carried nothing for {GREETINGS * GREETING_S:.0f} s")
 
 
 def _make_sockets() -> tuple[socket.socket, socket.socket, int]:
