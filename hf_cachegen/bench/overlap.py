@@ -19,7 +19,8 @@ from hf_cachegen.hf.cache import CompressedStreamingCache
 from hf_cachegen.hf.codecs import LevelCodecs
 from hf_cachegen.hf.compat import layer_devices, native_layers, token_layers
 from hf_cachegen.stores import HttpStore, LocalStore
-from hf_cachegen.streaming.transfer import Meter, SegmentReader
+from hf_cachegen.streaming.meter import Meter
+from hf_cachegen.streaming.transfer import SegmentReader
 from hf_cachegen.tables import ModelTable
 
 

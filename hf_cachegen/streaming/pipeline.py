@@ -10,28 +10,29 @@ moved it or cast it, and a pass that nobody waits for could outlive the model.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 from hf_cachegen.artifact.manifest import EXACT
 from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.errors import CacheGenError, FormatError, StoreError, StoreUnreachable
 from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.ledger import Ledger
+from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement
 from hf_cachegen.streaming.rates import MachineRates
+from hf_cachegen.streaming.receiving import Receiving
 from hf_cachegen.streaming.segment_queue import QueuedSegment, SegmentQueue
 from hf_cachegen.streaming.situation import Situation
 from hf_cachegen.streaming.steps import StreamStep
-from hf_cachegen.streaming.transfer import (
-    MIN_SAMPLE_BYTES,
-    Meter,
-    SegmentReader,
-    with_pauses,
-)
+from hf_cachegen.streaming.transfer import SegmentReader
+
+logger = logging.getLogger(__name__)
 
 MIN_SEGMENTS_IN_FLIGHT = 8
 
@@ -40,8 +41,10 @@ CHUNKS_TOGETHER = 4
 codec with a segment a layer, a decoder finds as many of one layer."""
 
 RECONSIDER_S = 0.5
-"""How long a chunk may take in any case before the policy is asked about it again, and how often
-that is done while nothing arrives."""
+"""How often a policy is asked again about a chunk of which nothing arrives."""
+
+LATE_RATIO = 1.25
+"""A policy is asked again about a chunk that will take so many times as long as was expected."""
 
 DecodeSegment = Callable[[int, int, int, bytes], Sequence[int]]
 """Called with (chunk, level, layer, data), from several threads; returns the layers that now have
@@ -77,7 +80,7 @@ class ChunkStream:
         Decodes segments of one level and layer; None if that is not faster than one by one.
     recompute
         Computes a chunk from its token ids; None if that cannot be done. If it can, and the policy
-        adapts, a link that is gone is not the end.
+        adapts, neither a link that is gone is the end nor a chunk that is missing or damaged.
     holds_past
         Per chunk, whether it can be recomputed from what the artefact holds of its predecessors.
         Any other can only follow a chunk that was recomputed just before. By default all can.
@@ -123,6 +126,7 @@ class ChunkStream:
         self._states: Future[bytes] = Future()
         self._steps: list[StreamStep] = []
         self._reader = SegmentReader(artifact, keep=_refines(policy))
+        self._ahead: list[_Transfer | None] = []  # of the next chunk, if it was chosen ahead
         self._ledger = Ledger(
             layers,
             # Half a chunk's worth, for which a slow decoder holds up the link. More would show
@@ -216,7 +220,7 @@ class ChunkStream:
             if self.artifact.manifest.states is not None:
                 self._fetch_states()
             for chunk in range(len(self._layers)):
-                self._take(chunk, self._choose())
+                self._take(chunk)
                 if self._ledger.ended:
                     return
             self._ledger.end_base()
@@ -224,6 +228,8 @@ class ChunkStream:
         except Exception as error:
             self._ledger.fail(error)
         finally:
+            for transfer in filter(None, self._ahead):
+                transfer.segments.close()
             self._reader.forget()
             self._decoders.shutdown(wait=False)  # they end when nothing is left to decode
             self._ledger.end_fetching()
@@ -236,29 +242,38 @@ class ChunkStream:
         except BaseException as error:
             self._states.set_exception(error)
             raise
-        meter.size_bytes = len(data)
+        meter.received(len(data))
         if meter.size_bytes >= MIN_SAMPLE_BYTES:
-            self._note_rate(meter)
+            self._note_rate(meter.bytes_per_s())
         self._states.set_result(data)
 
-    def _choose(self) -> int:
-        return TEXT if self._link_gone else self._policy.choose(self._now.state(self._policy))
+    def _take(self, chunk: int) -> None:
+        """Have a chunk brought, or else recomputed."""
+        transfer = self._ahead.pop() if self._ahead else self._ask(chunk)
+        arrives = transfer is not None and self._arrives(transfer)
+        if not arrives and not self._ledger.ended:
+            self._ledger.queue_recompute(self._begin(chunk, TEXT))
 
-    def _take(self, chunk: int, level: int) -> None:
-        if level != TEXT and not self._arrives(self._begin(chunk, level)):
-            level = TEXT  # unless the stream has ended
-        if level == TEXT and not self._ledger.ended:
-            self._ledger.queue_recompute(self._begin(chunk, level))
-        self._now.chosen.append(level)
+    def _ask(
+        self, chunk: int, link_free_in_s: float = 0.0, seen: Sequence[float] = ()
+    ) -> _Transfer | None:
+        """Choose what to do about the next chunk, and ask for it unless it is chosen as text."""
+        if self._link_gone:
+            return None
+        level = self._policy.choose(self._now.state(self._policy, link_free_in_s, seen))
+        return None if level == TEXT else self._transfer(self._begin(chunk, level))
 
-    def _arrives(self, step: StreamStep) -> bool:
-        """As :meth:`_fetch`. If the link is gone, what can be recomputed is given up, too."""
+    def _arrives(self, transfer: _Transfer) -> bool:
+        """As :meth:`_fetch`. What cannot be had is given up, too, where it can be recomputed."""
+        step = transfer.step
         try:
-            return self._fetch(step)
-        except StoreUnreachable:
-            if not (self._may_prefer_text(step) and self._now.can_recompute(step.chunk)):
+            return self._fetch(transfer)
+        except (StoreError, FormatError) as error:
+            may_turn = self._may_prefer_text(step) and self._now.can_recompute(step.chunk)
+            if self._ledger.ended or not may_turn:
                 raise
-            self._link_gone = True
+            self._link_gone = isinstance(error, StoreUnreachable)
+            logger.warning("chunk %d is recomputed from its text: %s", step.chunk, error)
             return False
 
     def _refine(self) -> None:
@@ -273,12 +288,9 @@ class ChunkStream:
         self._ledger.refine_until(stop_at)
         step = self._begin(wanted.chunk, wanted.level, wanted)
         try:
-            if not self._ledger.await_refinable(step) or not self._fetch(step):
-                return False
+            return self._ledger.await_refinable(step) and self._fetch(self._transfer(step))
         except (StoreError, FormatError):
             return False  # what is in place is good enough
-        self._now.chosen[wanted.chunk] = wanted.level
-        return True
 
     def _begin(self, chunk: int, level: int, wanted: Refinement | None = None) -> StreamStep:
         step = self._now.begin(chunk, level, wanted)
@@ -286,14 +298,26 @@ class ChunkStream:
             self._steps.append(step)
         return step
 
-    def _fetch(self, step: StreamStep) -> bool:
+    def _transfer(self, step: StreamStep) -> _Transfer:
+        """Ask for a chunk's segments."""
+        meter = Meter()
+        pause_s = RECONSIDER_S if self._may_prefer_text(step) else None
+        return _Transfer(step, meter, Receiving(self._read(step, meter), pause_s))
+
+    def _read(self, step: StreamStep, meter: Meter) -> Generator[tuple[int, bytes], None, None]:
+        self._prepare(step.level)
+        meter.restart()
+        yield from self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
+
+    def _fetch(self, transfer: _Transfer) -> bool:
         """Hand a chunk's segments to the decoders; False if it was given up.
 
         A refinement is once it is late. Any other chunk is if the policy has come to prefer its
         text, seeing how fast it arrives, or that nothing does.
         """
-        meter, n_missing = Meter(), len(self._layers[step.chunk])
-        segments = self._segments(step, meter)
+        step, meter, segments = transfer
+        n_missing = len(self._layers[step.chunk])
+        asked_ahead, arrived = step.refinement, False
         try:
             for segment in segments:
                 if segment is not None:
@@ -307,58 +331,62 @@ class ChunkStream:
                         self._finish(step)
                     self._queue.put(QueuedSegment(step, *segment))
                     self._decoders.submit(self._decode_next)
-                if self._prefers_text(step, meter, stalled=segment is None):
+                if self._prefers_text(step, meter):
                     return False
+                asked_ahead = asked_ahead or self._ask_ahead(step, meter, n_missing)
+            arrived = True
         finally:
             segments.close()
             self._note_transfer(step, meter)
-            self._note_rate(meter)
+            # Of a chunk that was given up, its first part may have come over a better link.
+            self._note_rate(meter.bytes_per_s() if arrived else meter.recent_bytes_per_s())
         self._finish(step)
         self._ledger.handed_over(step.chunk)
         return True
 
-    def _segments(
-        self, step: StreamStep, meter: Meter
-    ) -> Generator[tuple[int, bytes] | None, None, None]:
-        """(layer, bytes) as they arrive; of what may become text also None while nothing does."""
-        segments = self._read(step, meter)
-        if not self._may_prefer_text(step):
-            yield from segments
-        else:
-            yield from with_pauses(segments, RECONSIDER_S)
+    def _ask_ahead(self, step: StreamStep, meter: Meter, n_missing: int) -> bool:
+        """Ask for the next chunk so early that it begins to arrive when this one has.
 
-    def _read(self, step: StreamStep, meter: Meter) -> Generator[tuple[int, bytes], None, None]:
-        self._prepare(step.level)
-        meter.restart()
-        yield from self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
+        The next occasion comes with the next of the ``n_missing`` segments of this one. Returns
+        whether there need not be another.
+        """
+        chunk, rate = step.chunk + 1, meter.bytes_per_s()
+        if chunk == len(self._layers) or not rate:
+            return chunk == len(self._layers)
+        left_s = self._now.left_bytes(step, meter) / rate
+        if left_s * (n_missing - 1) > (meter.latency_s or 0.0) * n_missing:
+            return False
+        self._ahead.append(self._ask(chunk, left_s, [rate]))
+        return True
 
     def _may_prefer_text(self, step: StreamStep) -> bool:
         return self._may_turn and not step.refinement
 
-    def _prefers_text(self, step: StreamStep, meter: Meter, *, stalled: bool) -> bool:
+    def _prefers_text(self, step: StreamStep, meter: Meter) -> bool:
         """Whether the policy would now rather recompute a chunk that is late.
 
-        It is not asked before the chunk has taken as long as was expected for all of it: the first
-        bytes come after a latency, and tell little.
+        It is not asked about one that comes about as fast as was expected.
         """
         if not self._may_prefer_text(step):
             return False
-        # Of a link that stands still, the average is more than what it gives now.
-        rate = max(meter.size_bytes, 1) / meter.seconds if stalled else meter.bytes_per_s()
-        if rate is None or meter.seconds < max(step.predicted_transfer_s or 0.0, RECONSIDER_S):
+        rate, left_bytes = meter.recent_bytes_per_s(), self._now.left_bytes(step, meter)
+        if rate is None or not left_bytes:
             return False
-        now = self._now.state_during(self._policy, step, meter.size_bytes, rate)
-        return min(now.sizes_bytes[step.chunk]) > 0 and self._policy.choose(now) == TEXT
+        rate = rate or 1.0  # of a link that stands still
+        expected_s = LATE_RATIO * (step.predicted_transfer_s or 0.0)
+        if meter.waited_s + left_bytes / rate <= expected_s:
+            return False
+        now = self._now.state_during(self._policy, step.chunk, left_bytes, rate)
+        return self._policy.choose(now) == TEXT
 
     def _note_transfer(self, step: StreamStep, meter: Meter) -> None:
         with self._lock:
             step.size_bytes, step.transfer_s = meter.size_bytes, meter.seconds
 
-    def _note_rate(self, meter: Meter) -> None:
-        rate = meter.bytes_per_s()
-        if rate is not None:
-            self._now.throughputs.append(rate)
-            self.costs.note_transfer(rate)
+    def _note_rate(self, bytes_per_s: float | None) -> None:
+        if bytes_per_s:
+            self._now.throughputs.append(bytes_per_s)
+            self.costs.note_transfer(bytes_per_s)
 
     def _decode_next(self) -> None:
         segments = self._queue.take()
@@ -429,6 +457,14 @@ class ChunkStream:
     def _finish(self, step: StreamStep) -> None:
         with self._lock:
             step.finished = not step.dropped_segments
+
+
+class _Transfer(NamedTuple):
+    """A step that brings a chunk's segments: (layer, bytes)."""
+
+    step: StreamStep
+    meter: Meter
+    segments: Receiving[tuple[int, bytes]]
 
 
 def _refines(policy: Policy) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from hf_cachegen.artifact.manifest import Manifest
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.streaming.costs import PASS_MARGIN, StreamCosts
-from hf_cachegen.streaming.estimate import RateEstimate
+from hf_cachegen.streaming.estimate import RECENT, RateEstimate
 from hf_cachegen.streaming.ledger import Ledger
+from hf_cachegen.streaming.meter import Meter
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
 from hf_cachegen.streaming.steps import StreamStep
 
@@ -58,17 +59,31 @@ class Situation:
         self._holds_past = holds_past
         self._last_text: int | None = None
 
-    def state(self, policy: Policy) -> StreamState:
-        """What the policy may know now. Also tells who waits how long refinements may take."""
-        elapsed_s = self._elapsed_s()
+    def state(
+        self, policy: Policy, link_free_in_s: float = 0.0, seen: Sequence[float] = ()
+    ) -> StreamState:
+        """What the policy may know for its next choice.
+
+        Also tells who waits how long refinements may take.
+
+        Parameters
+        ----------
+        policy
+            It.
+        link_free_in_s
+            Seconds for which the link is still busy with the chunk before.
+        seen
+            Throughputs of transfers that have not ended yet.
+        """
+        now_s = self._elapsed_s()
         state = StreamState(
             sizes_bytes=self._sizes,
             chosen=list(self.chosen),
-            elapsed_s=elapsed_s,
-            throughputs_bytes_per_s=list(self.throughputs),
+            elapsed_s=now_s + link_free_in_s,
+            throughputs_bytes_per_s=[*self.throughputs, *seen],
             decode_s=self._costs.decode_s(),
-            recompute_s=self._recompute_s(),
-            compute_free_s=elapsed_s + self._backlog_s(),
+            recompute_s=self._recompute_s(len(self.chosen)),
+            compute_free_s=now_s + self._backlog_s(),
             tail_s=self._costs.tail_s(overlap_s=0.0),
             tail_decode_s=self._costs.segment_s(),
         )
@@ -76,22 +91,36 @@ class Situation:
         self._ledger.refine_until(self.started_at + refines_until_s)
         estimate = state.estimate()
         may_turn = policy.adapts and self._holds_past is not None
-        if elapsed_s < refines_until_s or may_turn or estimate is None:
+        if now_s < refines_until_s or may_turn or estimate is None:
             return state
         # Nothing will change any more: the prompt's pass follows the last chunk's layers.
         overlap_s = estimate.median_s(min(self._sizes[-1]))
         return dataclasses.replace(state, tail_s=self._costs.tail_s(overlap_s))
 
     def state_during(
-        self, policy: Policy, step: StreamStep, arrived_bytes: int, bytes_per_s: float
+        self, policy: Policy, chunk: int, left_bytes: int, bytes_per_s: float
     ) -> StreamState:
-        """The same while a chunk arrives, which then has what is left of it as its sizes."""
+        """What the policy may know for the same choice once more, while the chunk arrives.
+
+        The chunk's sizes are what is left of it, and the link is as variable as it was, but around
+        its present rate.
+        """
         state = self.state(policy)
         sizes = list(state.sizes_bytes)
-        left = max(sizes[step.chunk][step.level] - arrived_bytes, 0)
-        sizes[step.chunk] = [left] * len(sizes[step.chunk])
-        seen = [*state.throughputs_bytes_per_s, bytes_per_s]
-        return dataclasses.replace(state, sizes_bytes=sizes, throughputs_bytes_per_s=seen)
+        sizes[chunk] = [left_bytes] * len(sizes[chunk])
+        known = self.throughputs[-RECENT:]
+        shift = bytes_per_s * RateEstimate.from_throughputs(known).median_s(1) if known else 1.0
+        return dataclasses.replace(
+            state,
+            sizes_bytes=sizes,
+            chosen=state.chosen[:chunk],
+            recompute_s=self._recompute_s(chunk),
+            throughputs_bytes_per_s=[*(rate * shift for rate in known), bytes_per_s],
+        )
+
+    def left_bytes(self, step: StreamStep, meter: Meter) -> int:
+        """What has not arrived yet of a chunk that was not in place before."""
+        return max(self._sizes[step.chunk][step.level] - meter.size_bytes, 0)
 
     def begin(self, chunk: int, level: int, wanted: Refinement | None) -> StreamStep:
         """A step that begins now, a refinement or not, with what is expected of it.
@@ -102,6 +131,7 @@ class Situation:
             The chunk cannot be recomputed, and is to be.
         """
         step = StreamStep(chunk, level, self._elapsed_s(), refinement=wanted is not None)
+        self.chosen[chunk : chunk + 1] = [level]
         if level == TEXT:
             if not self.can_recompute(chunk):
                 raise UnsupportedError(
@@ -138,7 +168,7 @@ class Situation:
         )
         return decode_s + PASS_MARGIN * self._ledger.recompute_backlog_s()
 
-    def _recompute_s(self) -> list[float]:
+    def _recompute_s(self, next_chunk: int) -> list[float]:
         """Seconds to recompute each chunk, infinite where it cannot be; empty if none can."""
         seconds = self._costs.recompute_s()
         if seconds is None or self._holds_past is None:
@@ -146,7 +176,7 @@ class Situation:
         possible = False
         for chunk in range(len(seconds)):
             # A chunk that is still to be chosen may follow another such chunk.
-            follows = possible and chunk > len(self.chosen)
+            follows = possible and chunk > next_chunk
             possible = self.can_recompute(chunk) or follows
             seconds[chunk] = PASS_MARGIN * seconds[chunk] if possible else math.inf
         return seconds

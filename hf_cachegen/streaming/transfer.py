@@ -1,55 +1,14 @@
-"""One chunk over the link: its segments as they arrive, checked, and the rate at which they do."""
+"""One chunk over the link: its segments as they arrive, checked."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
-import time
 from collections.abc import Generator, Iterator, Sequence
-from typing import TypeVar
 
 from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.container import ChunkIndex
 from hf_cachegen.errors import CacheGenError, FormatError
-
-T = TypeVar("T")
-
-MIN_SAMPLE_BYTES = 1 << 16
-"""A part of a transfer tells the link's rate if it is not smaller than that."""
-
-
-class Meter:
-    """Measures a link while a transfer runs, from the construction or the last restart on.
-
-    Once a slow decoder holds the transfer up, what arrives says nothing about the link: bytes wait
-    in buffers on both sides and then come at once. So only what came before counts.
-    """
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin to measure."""
-        self.size_bytes = 0
-        self._started_s = time.monotonic()
-        self._held_up: tuple[int, float] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._started_s
-
-    def hold_up(self) -> None:
-        """Note that the transfer waits for something else than the link from now on."""
-        self._held_up = self._held_up or (self.size_bytes, self.seconds)
-
-    def bytes_per_s(self) -> float | None:
-        """The link's rate; None if too little came before the transfer was held up."""
-        if self._held_up is None:
-            return self.size_bytes / max(self.seconds, 1e-9) if self.size_bytes else None
-        size, seconds = self._held_up
-        return size / max(seconds, 1e-9) if size >= MIN_SAMPLE_BYTES else None
+from hf_cachegen.streaming.meter import Meter
 
 
 class SegmentReader:
@@ -75,7 +34,7 @@ class SegmentReader:
 
         The bytes are those of the level after those of the levels that it refines. What lies side
         by side in the file is one ranged transfer. Closing the iterator ends the transfer. The
-        meter counts what arrives.
+        meter counts what arrives, the chunk's index left out.
 
         Raises
         ------
@@ -93,9 +52,8 @@ class SegmentReader:
                 held, data[layer] = None, b""
             missing = chain if held is None else chain[chain.index(held) + 1 :]
             wanted += [(part, layer) for part in missing]
-        for part, layer, segment in self._segments(chunk, sorted(wanted)):
+        for part, layer, segment in self._segments(chunk, sorted(wanted), meter):
             data[layer] += segment
-            meter.size_bytes += len(segment)
             if part == level:
                 if self._keep and not self._artifact.manifest.levels[level].exact:
                     self._kept[chunk, layer] = level, data[layer]
@@ -117,16 +75,17 @@ class SegmentReader:
         return located
 
     def _segments(
-        self, chunk: int, wanted: Sequence[tuple[int, int]]
+        self, chunk: int, wanted: Sequence[tuple[int, int]], meter: Meter
     ) -> Iterator[tuple[int, int, bytes]]:
         """Yield (level, layer, checked bytes) of segments in file order."""
         if not self._artifact.has_index(chunk) and self._are_first(wanted):
-            yield from self._first_segments(chunk, wanted)
+            yield from self._first_segments(chunk, wanted, meter)
             return
         index = self._artifact.index(chunk)
         for run in _runs(index, wanted):
             spans = [index.segment(*segment) for segment in run]
-            with self._arriving(chunk, spans[0].offset, sum(s.size for s in spans)) as arriving:
+            size = sum(span.size for span in spans)
+            with self._arriving(chunk, spans[0].offset, size, meter) as arriving:
                 yield from self._cut(chunk, run, arriving)
 
     def _are_first(self, wanted: Sequence[tuple[int, int]]) -> bool:
@@ -137,7 +96,7 @@ class SegmentReader:
         ]
 
     def _first_segments(
-        self, chunk: int, wanted: Sequence[tuple[int, int]]
+        self, chunk: int, wanted: Sequence[tuple[int, int]], meter: Meter
     ) -> Iterator[tuple[int, int, bytes]]:
         """The same of the segments of the first levels, in one transfer with the index.
 
@@ -145,7 +104,8 @@ class SegmentReader:
         """
         index_bytes = self._artifact.index_bytes
         own_bytes = self._artifact.manifest.chunks[chunk].level_bytes[: wanted[-1][0] + 1]
-        with self._arriving(chunk, 0, index_bytes + sum(own_bytes)) as arriving:
+        size = index_bytes + sum(own_bytes)
+        with self._arriving(chunk, 0, size, meter, uncounted=index_bytes) as arriving:
             data = arriving.take(index_bytes)
             try:
                 self._artifact.take_index(chunk, data)
@@ -154,11 +114,13 @@ class SegmentReader:
             yield from self._cut(chunk, wanted, arriving)
 
     @contextlib.contextmanager
-    def _arriving(self, chunk: int, offset: int, size: int) -> Iterator[_Arriving]:
-        """A transfer of a range of a chunk's file."""
+    def _arriving(
+        self, chunk: int, offset: int, size: int, meter: Meter, *, uncounted: int = 0
+    ) -> Iterator[_Arriving]:
+        """A transfer of a range of a chunk's file; the meter leaves its first bytes out."""
         path = self._artifact.manifest.chunks[chunk].path
         with contextlib.closing(self._artifact.store.stream(path, offset, size)) as pieces:
-            yield _Arriving(pieces)
+            yield _Arriving(pieces, meter, uncounted)
 
     def _cut(
         self, chunk: int, run: Sequence[tuple[int, int]], arriving: _Arriving
@@ -187,55 +149,24 @@ class SegmentReader:
 class _Arriving:
     """The bytes of a transfer, to be taken in order as they arrive."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
+    def __init__(self, pieces: Iterator[bytes], meter: Meter, uncounted: int) -> None:
         self._pieces = pieces
+        self._meter = meter
+        self._uncounted = uncounted
         self._arrived = bytearray()
 
     def take(self, size: int) -> bytes:
         """The next so many bytes."""
         while len(self._arrived) < size:
-            self._arrived += next(self._pieces)
+            self._meter.wait()
+            piece = next(self._pieces)
+            counted = max(len(piece) - self._uncounted, 0)
+            self._uncounted -= len(piece) - counted
+            self._meter.received(counted)
+            self._arrived += piece
         data = bytes(self._arrived[:size])
         del self._arrived[:size]
         return data
-
-
-def with_pauses(
-    source: Generator[T, None, None], pause_s: float
-) -> Generator[T | None, None, None]:
-    """What a generator yields, and None each time that nothing has come for ``pause_s``.
-
-    The generator runs in a thread of its own, no further than what is asked for. Closing this one
-    closes it as soon as it has come to its next item or error, which may be long after.
-    """
-    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        with contextlib.closing(source):
-            while wanted.get():
-                try:
-                    found.put((next(source, None), None))
-                except BaseException as error:
-                    found.put((None, error))
-
-    threading.Thread(target=run, name="hf-cachegen-receive", daemon=True).start()
-    try:
-        while True:
-            wanted.put(True)
-            while True:
-                try:
-                    item, error = found.get(timeout=pause_s)
-                    break
-                except queue.Empty:
-                    yield None
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item
-    finally:
-        wanted.put(False)
 
 
 def _runs(

@@ -14,7 +14,7 @@ import torch
 
 from hf_cachegen import CompressedStreamingCache, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
-from hf_cachegen.bench.link import Gone, LinkServer, Stall
+from hf_cachegen.bench.link import Busy, Fault, Gone, LinkServer, Stall, WrongByte, WrongRange
 from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.errors import StoreUnreachable
 from hf_cachegen.hf.calibration import calibrate, machine_rates
@@ -181,6 +181,21 @@ def test_report_sets_what_happened_beside_what_was_expected(llama: Any) -> None:
         assert step.transfer_s is None
 
 
+def slowly_computing(published: Any) -> Any:
+    """The same with a model that is known to be slow, so that text is nothing to wish for."""
+    slow = dataclasses.replace(published, model=copy.deepcopy(published.model))
+    machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)
+    return slow
+
+
+def adapting(artifact: Artifact, published: Any, policy: str) -> CompressedStreamingCache:
+    """A streamed cache with the table at hand."""
+    table, _ = load_table(next((published.folder / "table").iterdir()))
+    target_s = None if policy.startswith("soonest") else 3.0
+    chosen = resolve_policy(artifact.manifest.levels, policy=policy, ttft_target_s=target_s)
+    return CompressedStreamingCache(artifact, published.model, chosen, table)
+
+
 @pytest.mark.parametrize("policy", ["robust", "layered", "paper", "soonest:lossless"])
 @pytest.mark.parametrize("request_", range(6))
 @pytest.mark.parametrize("at_byte", [100, 1000, 2500, 4500])
@@ -192,18 +207,11 @@ def test_link_that_is_gone_is_not_the_end(
     The answer is that of a cache whose chunks come from the same sources, undisturbed. So no layer
     was used before it was certain where it comes from.
     """
-    slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
-    machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)  # nothing to wish for
-    table, _ = load_table(next((slow.folder / "table").iterdir()))
+    slow = slowly_computing(llama)
     with LinkServer(slow.folder) as server, HttpStore(server.url, retries=1) as store:
         artifact = Artifact.open(store)
         server.faults = (Gone(len(server.requests) + request_, at_byte),)
-        chosen = resolve_policy(
-            artifact.manifest.levels,
-            policy=policy,
-            ttft_target_s=None if policy.startswith("soonest") else 3.0,
-        )
-        cache = CompressedStreamingCache(artifact, slow.model, chosen, table)
+        cache = adapting(artifact, slow, policy)
         logits = slow.forward(cache, SUFFIX)
         cache.close()
     if (request_, at_byte) == (0, 100):
@@ -232,3 +240,21 @@ def test_link_that_is_gone_ends_a_stream_that_knows_nothing_else(llama: Any) -> 
         with pytest.raises(StoreUnreachable, match="gave up"):
             llama.forward(cache, SUFFIX)
         cache.close()
+
+
+@pytest.mark.parametrize("policy", ["robust", "layered", "paper", "soonest:lossless"])
+@pytest.mark.parametrize("fault", [WrongByte(None, 300), WrongRange(None), Busy(None, status=403)])
+def test_chunks_that_cannot_be_had_are_recomputed(
+    llama: Any, policy: str, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged or refused ones, by a server that goes on answering: and the reason is logged."""
+    slow = slowly_computing(llama)
+    with LinkServer(slow.folder) as server, HttpStore(server.url, retries=1) as store:
+        artifact = Artifact.open(store)
+        server.faults = (fault,)
+        cache = adapting(artifact, slow, policy)
+        logits = slow.forward(cache, SUFFIX)
+        assert cache.chunk_sources() == ["exact"] * 3
+        cache.close()
+    torch.testing.assert_close(logits, slow.forward(slow.load(None, policy="text"), SUFFIX))
+    assert "chunk 0 is recomputed from its text: " in caplog.text

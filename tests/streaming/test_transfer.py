@@ -1,9 +1,8 @@
-"""Segments of a level and of what it refines, and what part of a transfer tells the rate."""
+"""Segments of a level and of what it refines."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,49 +10,15 @@ from typing import Any
 import pytest
 
 from hf_cachegen.artifact import Artifact, LevelRecord
-from hf_cachegen.errors import FormatError, StoreError
-from hf_cachegen.streaming import transfer
-from hf_cachegen.streaming.transfer import MIN_SAMPLE_BYTES, Meter, SegmentReader, with_pauses
+from hf_cachegen.errors import FormatError
+from hf_cachegen.streaming.meter import Meter
+from hf_cachegen.streaming.transfer import SegmentReader
 
 LAYERS = [0, 1, 2, 3]
 EMPTY = 2
 """The layer whose values are in the segment of the one before it."""
 
 CHAINS = {0: (0,), 1: (0, 1), 2: (0, 1, 2), 3: (3,), 4: (0, 4)}
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Time to set."""
-    now = [0.0]
-    monkeypatch.setattr(transfer.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_an_undisturbed_transfer_counts_as_a_whole(clock: list[float]):
-    meter = Meter()
-    assert meter.bytes_per_s() is None
-    clock[0], meter.size_bytes = 2.0, 1000
-    assert meter.bytes_per_s() == 500
-
-
-def test_what_comes_after_a_hold_up_does_not_count(clock: list[float]):
-    meter = Meter()
-    clock[0], meter.size_bytes = 2.0, MIN_SAMPLE_BYTES
-    meter.hold_up()
-    clock[0], meter.size_bytes = 10.0, 5 * MIN_SAMPLE_BYTES
-    meter.hold_up()
-    clock[0] = 10.1
-    assert meter.bytes_per_s() == MIN_SAMPLE_BYTES / 2
-    assert meter.seconds == pytest.approx(10.1)
-
-
-def test_too_little_before_a_hold_up_tells_nothing(clock: list[float]):
-    meter = Meter()
-    clock[0], meter.size_bytes = 2.0, MIN_SAMPLE_BYTES - 1
-    meter.hold_up()
-    clock[0], meter.size_bytes = 10.0, 10 * MIN_SAMPLE_BYTES
-    assert meter.bytes_per_s() is None
 
 
 Segment = Callable[[int, int, int], bytes]
@@ -205,49 +170,3 @@ def test_a_damaged_part_of_a_chain_is_asked_for_once_more(reader: Any, segment: 
     store.damage_next(2)
     with pytest.raises(FormatError, match=r"level base, layer 0"):
         fetch(segments, 1, 2)
-
-
-def test_pauses_are_told_between_what_comes() -> None:
-    go_on = threading.Event()
-
-    def slow() -> Generator[int, None, None]:
-        yield 1
-        go_on.wait(20)
-        yield 2
-
-    found: list[int | None] = []
-    for item in with_pauses(slow(), 0.05):
-        found.append(item)
-        if found.count(None) == 3:
-            go_on.set()
-    assert found[0] == 1
-    assert found[-1] == 2
-    assert found.count(None) >= 3
-
-
-def test_pauses_go_no_further_than_asked_and_close_what_they_watch(threads_end: Any) -> None:
-    seen: list[int | str] = []
-
-    def source() -> Generator[int, None, None]:
-        try:
-            for number in range(1, 10):
-                seen.append(number)
-                yield number
-        finally:
-            seen.append("closed")
-
-    watched = with_pauses(source(), 10.0)
-    assert [next(watched), next(watched)] == [1, 2]
-    watched.close()
-    assert threads_end()
-    assert seen == [1, 2, "closed"]
-
-
-def test_pauses_hand_on_errors(threads_end: Any) -> None:
-    def broken() -> Generator[int, None, None]:
-        yield 1
-        raise StoreError("gone")
-
-    with pytest.raises(StoreError, match="gone"):
-        list(with_pauses(broken(), 10.0))
-    assert threads_end()

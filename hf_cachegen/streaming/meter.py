@@ -1,0 +1,106 @@
+"""How fast a link is, seen from one transfer."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from operator import itemgetter
+
+MIN_SAMPLE_BYTES = 1 << 16
+"""A part of a transfer tells the link's rate if it is not smaller than that."""
+
+RECENT_S = 0.5
+"""A link's present rate is that of this time at least: a gap in what arrives is no standstill."""
+
+
+class Meter:
+    """Measures a link while a transfer runs, from the construction or the last restart on.
+
+    One thread receives, others may ask. Time in which the receiver does not wait for bytes says
+    nothing about the link: they wait in buffers on both sides and then come at once.
+
+    Attributes
+    ----------
+    size_bytes
+        What has arrived.
+    latency_s
+        From the start to the first bytes; None before they came.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure: the request is sent, and the receiver waits."""
+        with self._lock:
+            self.size_bytes = 0
+            self.latency_s: float | None = None
+            self._first_bytes = 0
+            self._started_s = time.monotonic()
+            self._held_up: tuple[int, float] | None = None
+            self._waits_since: float | None = self._started_s
+            self._waited_s = 0.0
+            self._arrivals = [(0.0, 0)]  # (seconds waited until then, bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def waited_s(self) -> float:
+        """Of them, those in which the receiver waited for bytes."""
+        with self._lock:
+            return self._waited_until(time.monotonic())
+
+    def wait(self) -> None:
+        """Note that the receiver waits for more from now on."""
+        with self._lock:
+            if self._waits_since is None:
+                self._waits_since = time.monotonic()
+
+    def received(self, size_bytes: int) -> None:
+        """Note that bytes have come, and that the receiver does not wait for the moment."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._waited_s = self._waited_until(now_s)
+            self._waits_since = None
+            self.size_bytes += size_bytes
+            if self.latency_s is None:
+                self.latency_s, self._first_bytes = now_s - self._started_s, size_bytes
+            self._arrivals.append((self._waited_s, self.size_bytes))
+
+    def hold_up(self) -> None:
+        """Note that the transfer waits for something else than the link from now on."""
+        self._held_up = self._held_up or (self.size_bytes, self.seconds)
+
+    def bytes_per_s(self) -> float | None:
+        """The link's rate over all of the transfer until it was held up; None if that is too short.
+
+        What came after the first bytes counts, if it is enough: they also waited for the server.
+        """
+        size, seconds = self._held_up or (self.size_bytes, self.seconds)
+        if self.latency_s is None or (self._held_up and size < MIN_SAMPLE_BYTES):
+            return None
+        if size - self._first_bytes >= MIN_SAMPLE_BYTES:
+            size, seconds = size - self._first_bytes, seconds - self.latency_s
+        return size / max(seconds, 1e-9)
+
+    def recent_bytes_per_s(self) -> float | None:
+        """The link's present rate; None if the receiver has not waited for :data:`RECENT_S` yet.
+
+        It is that of the last half of the time spent waiting: a link that has been slow for as long
+        as it was fast is slow, and one that has stood still for long will for long.
+        """
+        with self._lock:
+            waited_s = self._waited_until(time.monotonic())
+            if waited_s < RECENT_S:
+                return None
+            window_s = max(RECENT_S, waited_s / 2)
+            before = bisect.bisect_right(self._arrivals, waited_s - window_s, key=itemgetter(0))
+            return (self.size_bytes - self._arrivals[before - 1][1]) / window_s
+
+    def _waited_until(self, now_s: float) -> float:
+        return self._waited_s + (0.0 if self._waits_since is None else now_s - self._waits_since)

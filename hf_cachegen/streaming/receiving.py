@@ -1,0 +1,58 @@
+"""Items that arrive in a thread of their own, while another one does something else."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Receiving(Generic[T]):
+    """Runs a generator in a thread, at once up to its first item, then no further than asked for.
+
+    Parameters
+    ----------
+    source
+        The generator.
+    pause_s
+        How long to wait for an item before telling that none has come; None waits for any time.
+    """
+
+    def __init__(self, source: Generator[T, None, None], pause_s: float | None) -> None:
+        self._source = source
+        self._pause_s = pause_s
+        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._wanted.put(True)
+        threading.Thread(target=self._run, name="hf-cachegen-receive", daemon=True).start()
+
+    def __iter__(self) -> Iterator[T | None]:
+        """What the generator yields or raises, and None each time that nothing came for long."""
+        while True:
+            try:
+                item, error = self._found.get(timeout=self._pause_s)
+            except queue.Empty:
+                yield None
+                continue
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+            self._wanted.put(True)
+
+    def close(self) -> None:
+        """Close the generator, as soon as it comes to its next item or error."""
+        self._wanted.put(False)
+
+    def _run(self) -> None:
+        with contextlib.closing(self._source):
+            while self._wanted.get():
+                try:
+                    self._found.put((next(self._source, None), None))
+                except BaseException as error:
+                    self._found.put((None, error))

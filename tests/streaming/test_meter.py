@@ -1,0 +1,104 @@
+"""What part of a transfer tells the link's rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_cachegen.streaming import meter as module
+from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, RECENT_S, Meter
+
+MANY = 5 * MIN_SAMPLE_BYTES
+
+
+class Clock:
+    """Time to set."""
+
+    now_s = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock.now_s)
+    return clock
+
+
+@pytest.fixture
+def meter(clock: Clock) -> Meter:
+    return Meter()
+
+
+def receive(meter: Meter, clock: Clock, size_bytes: int, at_s: float) -> None:
+    """Bytes that were waited for until then."""
+    meter.wait()
+    clock.now_s = at_s
+    meter.received(size_bytes)
+
+
+def test_an_undisturbed_transfer_counts_as_a_whole(meter: Meter, clock: Clock) -> None:
+    assert meter.bytes_per_s() is None
+    receive(meter, clock, 1000, 2.0)
+    assert meter.bytes_per_s() == 500
+
+
+def test_the_wait_for_the_first_bytes_is_not_the_links_rate(meter: Meter, clock: Clock) -> None:
+    receive(meter, clock, 1000, 3.0)
+    receive(meter, clock, MANY, 5.0)
+    assert meter.latency_s == 3.0
+    assert meter.bytes_per_s() == MANY / 2
+    assert meter.size_bytes == 1000 + MANY
+
+
+def test_what_comes_after_a_hold_up_does_not_count(meter: Meter, clock: Clock) -> None:
+    receive(meter, clock, MIN_SAMPLE_BYTES, 2.0)
+    meter.hold_up()
+    receive(meter, clock, MANY, 10.0)
+    meter.hold_up()
+    clock.now_s = 10.1
+    assert meter.bytes_per_s() == MIN_SAMPLE_BYTES / 2
+    assert meter.seconds == pytest.approx(10.1)
+
+
+def test_too_little_before_a_hold_up_tells_nothing(meter: Meter, clock: Clock) -> None:
+    receive(meter, clock, MIN_SAMPLE_BYTES - 1, 2.0)
+    meter.hold_up()
+    receive(meter, clock, MANY, 10.0)
+    assert meter.bytes_per_s() is None
+
+
+def test_a_link_that_becomes_slow_is_slow_after_as_long(meter: Meter, clock: Clock) -> None:
+    for tenth in range(1, 21):
+        receive(meter, clock, 1000, tenth / 10)
+    assert meter.recent_bytes_per_s() == pytest.approx(10_000)
+    for tenth in range(21, 41):
+        receive(meter, clock, 10, tenth / 10)
+    assert meter.recent_bytes_per_s() == pytest.approx(100)
+    assert meter.bytes_per_s() == pytest.approx(20_200 / 4)
+
+
+def test_a_link_that_stands_still_is_slower_the_longer_it_does(meter: Meter, clock: Clock) -> None:
+    for tenth in range(1, 11):
+        receive(meter, clock, 1000, tenth / 10)
+    meter.wait()
+    rates = []
+    for tenth in range(11, 21):
+        clock.now_s = tenth / 10
+        rates.append(meter.recent_bytes_per_s())
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == 0
+
+
+def test_the_present_rate_is_not_known_at_once(meter: Meter, clock: Clock) -> None:
+    clock.now_s = 0.9 * RECENT_S
+    assert meter.recent_bytes_per_s() is None
+    clock.now_s = RECENT_S
+    assert meter.recent_bytes_per_s() == 0
+
+
+def test_time_in_which_nobody_waits_does_not_make_a_link_slow(meter: Meter, clock: Clock) -> None:
+    receive(meter, clock, 1000, 1.0)
+    clock.now_s = 100.0
+    assert meter.recent_bytes_per_s() == 2000
+    assert meter.waited_s == 1.0
+    receive(meter, clock, 1000, 101.0)
+    assert meter.recent_bytes_per_s() == 1000
