@@ -25,6 +25,9 @@ CHUNK_TOKENS = 1500
 GRADIENT_SAMPLES = 40
 """Samples that a profile takes gradients on: docs/log.md has what more of them are worth."""
 
+MIN_SAMPLE_TOKENS = 8
+"""Of a profile: a quarter of half of it, the shortest sample there is, is one token to predict."""
+
 PROB_BITS = 12
 """Static probabilities are integers that sum to ``1 << PROB_BITS``."""
 

@@ -14,7 +14,7 @@ from hf_cachegen.errors import StoreError
 _TEMPORARY_SUFFIX = ".tmp"
 
 SCRATCH_PREFIX = ".new-"
-"""Begins the names of folders that an interrupted :func:`replace_folder` leaves beside its own."""
+"""Begins the names of folders that an interrupted :func:`replace_folder` leaves behind."""
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -39,15 +39,20 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise StoreError if a folder cannot be made, or written to. Nothing is made.
+    """Raise StoreError if a folder cannot be made, or written to. Nothing is left behind.
 
-    That a disk is full, or read-only, shows only when something is written.
+    That a disk is full shows only when something is written.
     """
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise StoreError(f"cannot write to {folder}: expected a folder, {nearest} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise StoreError(f"cannot write to {folder}: no permission to write to {nearest}")
+    try:
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not nearest.is_dir():
+            raise StoreError(f"cannot write to {folder}: expected a folder, {nearest} is a file")
+        # Permissions do not tell of disks that are read-only, and of folders such as /proc.
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to {folder}: {error.strerror}; choose another folder"
+        ) from error
 
 
 def holds_files(folder: Path, files: Mapping[str, bytes]) -> bool:
@@ -58,10 +63,20 @@ def holds_files(folder: Path, files: Mapping[str, bytes]) -> bool:
         return False
 
 
-def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+def replace_folder(
+    folder: Path, files: Mapping[str, bytes], *, scratch_in: Path | None = None
+) -> None:
     """Make ``folder`` one with these files and no others. It appears whole or not at all.
 
     Others may do the same with the same files at the same time.
+
+    Parameters
+    ----------
+    folder, files
+        What to make, and the bytes by name.
+    scratch_in
+        A folder on the same disk, in which an interrupted call leaves a folder; by default the one
+        that ``folder`` is in.
 
     Raises
     ------
@@ -69,7 +84,7 @@ def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         The folder cannot be written. What it held is still there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=folder.parent))
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=scratch_in or folder.parent))
     new, old = scratch / "new", scratch / "old"
     try:
         new.mkdir()

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,6 +29,7 @@ from hf_cachegen.artifact.identity import (
     EMBEDDED,
     PROVENANCE,
     TABLES_FOLDER,
+    Difference,
     Identity,
     compare_identity,
     describe,
@@ -56,6 +57,7 @@ from hf_cachegen.artifact.reader import TOKENS_TENSOR, Artifact
 from hf_cachegen.config import CHUNKS_FOLDER, MANIFEST_NAME
 from hf_cachegen.container import ChunkIndex, build_chunk, index_size_bytes
 from hf_cachegen.errors import FormatError, IdentityError, StoreError
+from hf_cachegen.stores.download import PART_SUFFIX
 from hf_cachegen.stores.local import LocalStore
 
 LOCK_NAME = ".lock"
@@ -63,9 +65,10 @@ LOCK_NAME = ".lock"
 ADVICE = "choose another folder, or pass overwrite=True to replace it"
 """What to do about a folder that holds something else."""
 
-_CHUNK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
-_NAMED_FILE = re.compile(r"(tokens|states|kept)-[0-9a-f]{32}\.safetensors")
-_TABLE_FOLDER = re.compile(r"[0-9a-f]{32}|" + re.escape(SCRATCH_PREFIX) + ".*")
+_PART = re.escape(PART_SUFFIX)
+_CHUNK_FILE = re.compile(rf"[0-9a-f]{{32}}\.kv({_PART})?")
+_NAMED_FILE = re.compile(rf"(tokens|states|kept)-[0-9a-f]{{32}}\.safetensors({_PART})?")
+_TABLE_FOLDER = re.compile(rf"[0-9a-f]{{32}}({_PART})?|{re.escape(SCRATCH_PREFIX)}.*")
 
 
 class ArtifactWriter:
@@ -247,7 +250,7 @@ class ArtifactWriter:
             self.folder / tokens.path, safetensors.numpy.save({TOKENS_TENSOR: self.token_ids})
         )
         write_file(self.folder / MANIFEST_NAME, manifest.to_bytes())
-        self._remove_unused(manifest)
+        remove_unused(self.folder, manifest)
         self.close()
         return manifest
 
@@ -285,11 +288,9 @@ class ArtifactWriter:
         return previous.manifest
 
     def _check_same(self, previous: Manifest) -> None:
-        ours = [level.model_dump() for level in self.levels]
-        theirs = [level.model_dump() for level in previous.levels]
         found = [
             *compare_identity(self.identity, previous.identity),
-            *differences("levels", ours, theirs),
+            *_level_differences(self.levels, previous.levels),
             *differences("chunk_tokens", self.chunk_tokens, previous.chunk_tokens),
             *differences("kept", _digest(self.kept), _digest(previous.kept)),
         ]
@@ -364,23 +365,6 @@ class ArtifactWriter:
         for path in (folder, folder.parent, self.folder):
             sync_folder(path)
 
-    def _remove_unused(self, manifest: Manifest) -> None:
-        """Remove what earlier saves, finished or not, left behind. Other files are not touched."""
-        table = manifest.identity.table
-        used = {manifest.tokens.path, *(record.path for record in manifest.files)}
-        if table is not None and table.location == EMBEDDED:
-            used.add(table.folder)
-        chunks = self.folder / CHUNKS_FOLDER
-        ours = [path for path in chunks.iterdir() if _CHUNK_FILE.fullmatch(path.name)]
-        ours += [path for path in self.folder.iterdir() if _NAMED_FILE.fullmatch(path.name)]
-        tables = (self.folder / TABLES_FOLDER).glob("*")
-        ours += [path for path in tables if _TABLE_FOLDER.fullmatch(path.name)]
-        unused = [path for path in ours if path.relative_to(self.folder).as_posix() not in used]
-        for path in (*unused, *temporaries(self.folder), *temporaries(chunks)):
-            # A file that cannot be removed does no harm, and the next save tries again.
-            with contextlib.suppress(OSError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
 
 def open_previous(folder: Path) -> Artifact | None:
     """The artefact that a save finds in a folder, None if there is none.
@@ -397,9 +381,31 @@ def open_previous(folder: Path) -> Artifact | None:
         raise type(error)(f"{folder}: {error}; {ADVICE}") from error
 
 
+def remove_unused(folder: Path, manifest: Manifest) -> None:
+    """Remove what earlier saves and fetches, finished or not, have left beside an artefact.
+
+    Other files are not touched.
+    """
+    table = manifest.identity.table
+    used = {manifest.tokens.path, *(record.path for record in manifest.files)}
+    if table is not None and table.location == EMBEDDED:
+        used.add(table.folder)
+    chunks = folder / CHUNKS_FOLDER
+    ours = [path for path in chunks.iterdir() if _CHUNK_FILE.fullmatch(path.name)]
+    ours += [path for path in folder.iterdir() if _NAMED_FILE.fullmatch(path.name)]
+    tables = (folder / TABLES_FOLDER).glob("*")
+    ours += [path for path in tables if _TABLE_FOLDER.fullmatch(path.name)]
+    unused = [path for path in ours if path.relative_to(folder).as_posix() not in used]
+    for path in (*unused, *temporaries(folder), *temporaries(chunks)):
+        # A file that cannot be removed does no harm, and the next save tries again.
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def check_free(folder: Path) -> None:
-    """Raise StoreError if a save could not begin to write to a folder. Nothing is made."""
-    check_writable(folder)
+    """Raise StoreError if a save could not begin to write to a folder. Nothing is left behind."""
+    for path in (folder, folder / CHUNKS_FOLDER):
+        check_writable(path)
     if (folder / LOCK_NAME).exists():
         _acquire(folder).release()
 
@@ -420,6 +426,18 @@ def _record_kept(kept: NDArray[np.bool_], data: bytes) -> KeptRecord:
         )
     digest = hashlib.sha256(data).hexdigest()
     return KeptRecord(n=int(counts.max()), size_bytes=len(data), sha256=digest)
+
+
+def _level_differences(
+    ours: Sequence[LevelRecord], theirs: Sequence[LevelRecord]
+) -> Iterator[Difference]:
+    """The names, where they differ, and else what else does."""
+    expected, found = ([level.name for level in levels] for levels in (ours, theirs))
+    if expected != found:
+        yield Difference("levels", expected, found)
+        return
+    for name, one, other in zip(expected, ours, theirs, strict=True):
+        yield from differences(f"levels[{name!r}]", one.model_dump(), other.model_dump())
 
 
 def _digest(kept: KeptRecord | None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 import socket
 import sys
@@ -52,10 +53,11 @@ def check_trace(trace: Sequence[tuple[float, float]] | None) -> None:
     times = [t_s for t_s, _ in trace]
     rates = [rate for _, rate in trace]
     ordered = all(a < b for a, b in itertools.pairwise(times))
-    if not times or times[0] != 0 or not ordered or min(rates) < 0 or rates[-1] == 0:
+    finite = all(math.isfinite(t_s) and 0 <= rate < math.inf for t_s, rate in trace)
+    if not times or times[0] != 0 or not ordered or not finite or rates[-1] == 0:
         raise ValueError(
-            "expected a trace [(0, rate), (t_s, rate), ...] with rising times, no negative "
-            f"rate and a last rate above 0, got {trace!r}"
+            "expected a trace [(0, rate), (t_s, rate), ...] with rising times, finite rates that "
+            f"are not negative and a last one above 0, got {trace!r}"
         )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,10 +32,12 @@ from hf_cachegen.hf.cache import CompressedStreamingCache
 from hf_cachegen.hf.calibration import calibrate
 from hf_cachegen.hf.compat import cache_argument, new_cache
 from hf_cachegen.hf.contents import cached_layers
+from hf_cachegen.hf.policies import resolve_policy
 from hf_cachegen.hf.prefill import prefill
 from hf_cachegen.hf.saving import save_cache
+from hf_cachegen.hf.settings import check_chunks, choose
 from hf_cachegen.stores import HttpStore
-from hf_cachegen.streaming.controller import OF_A_LEVEL, for_each_level
+from hf_cachegen.streaming.controller import OF_A_LEVEL, OF_A_TARGET, for_each_level
 from hf_cachegen.streaming.policy import TEXT
 from hf_cachegen.streaming.steps import StreamStep
 from hf_cachegen.tables import ModelTable
@@ -44,8 +46,6 @@ SCHEMA = 3
 
 SOURCES = ("text", *DUMPS, "fixed", "paper", "robust", "layered")
 """Where the context comes from; ``fixed`` stands for every level."""
-
-TARGETED = ("paper", "robust", "layered")
 
 
 @dataclass(frozen=True)
@@ -192,15 +192,15 @@ def bench_stream(
 
     Raises
     ------
-    ValueError
-        A source is unknown, or there are no runs or clients.
-    OSError
-        ``tc`` cannot shape links here.
+    ValueError, OSError
+        There are no runs or clients, or as for :func:`expand_sources`.
     """
     if runs < 1 or clients < 1:
         raise ValueError(f"expected at least one run and client, got {runs} and {clients}")
-    if shaper is Shaper.tc:
-        check_kernel_links(delays=any(link.latency_s > 0 for link in links))
+    names = expand_sources(
+        table, links, sources=sources, levels=levels, target_s=target_s,
+        chunk_tokens=chunk_tokens, shaper=shaper, model=model,
+    )  # fmt: skip
     rows: list[Row] = []
     overlaps: list[Overlap] = []
     with contextlib.ExitStack() as stack:
@@ -213,7 +213,6 @@ def bench_stream(
         dumps = [dump for name, dump in DUMPS.items() if name in sources]
         for dump in dumps:
             dump.save(Path(folder), cached_layers(cache))
-        names = list(_expand(sources, manifest))
         exact = _continue(model, cache, ahead, keep=len(ahead))
         del cache
         pool = stack.enter_context(ThreadPoolExecutor(clients))
@@ -250,6 +249,52 @@ def bench_stream(
         rows=tuple(rows),
         overlap=tuple(overlaps),
     )
+
+
+def expand_sources(
+    table: ModelTable,
+    links: Sequence[BenchLink],
+    *,
+    sources: Sequence[str] = SOURCES,
+    levels: Sequence[str] | None = None,
+    target_s: float = 2.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+    shaper: Shaper = Shaper.bucket,
+    model: PreTrainedModel | None = None,
+) -> list[str]:
+    """What :func:`bench_stream` would measure: each source, and of each level where one means all.
+
+    What is wrong with its arguments, which these are, is told without a model.
+
+    Raises
+    ------
+    ValueError
+        A source or a level is unknown, or a number is out of range.
+    OSError
+        ``tc`` cannot shape such links here.
+    """
+    check_chunks(chunk_tokens)
+    if shaper is Shaper.tc:
+        check_kernel_links(delays=any(link.latency_s > 0 for link in links))
+    chosen = choose(table, levels, model).levels
+    known = [level.name for level in chosen]
+    names = []
+    for source in sources:
+        if source.partition(":")[0] not in (*SOURCES, *OF_A_LEVEL):
+            raise ValueError(
+                f"unknown source {source!r}; expected some of {', '.join(SOURCES)}, fixed:LEVEL or "
+                f"soonest:LEVEL with a level of {', '.join(known)}"
+            )
+        for name in for_each_level(source, known):
+            if name not in DUMPS:
+                resolve_policy(chosen, policy=name, ttft_target_s=_target(name, target_s))
+            names.append(name)
+    return names
+
+
+def _target(source: str, target_s: float) -> float | None:
+    """The target for a source that meets one."""
+    return target_s if source in OF_A_TARGET else None
 
 
 @dataclass(frozen=True)
@@ -321,7 +366,7 @@ class _Bench:
             location,
             model=self.model,
             policy=source,
-            ttft_target_s=self.target_s if source in TARGETED else None,
+            ttft_target_s=_target(source, self.target_s),
             tables=self.table,
         )
 
@@ -333,20 +378,6 @@ def _continue(model: PreTrainedModel, cache: Cache, ids: Tensor, keep: int) -> T
     output = model(input_ids=ids[None].to(model.device), logits_to_keep=keep, **arguments)
     logits: Tensor = output.logits[0].float().cpu()
     return logits
-
-
-def _expand(sources: Sequence[str], manifest: Manifest) -> Iterator[str]:
-    """Sources with every level in place of ``fixed`` and ``soonest``."""
-    levels = [level.name for level in manifest.levels]
-    single = [name for kind in OF_A_LEVEL for name in for_each_level(kind, levels)]
-    known = {*SOURCES, *OF_A_LEVEL, *single}
-    for source in sources:
-        if source not in known:
-            raise ValueError(
-                f"unknown source {source!r}; expected some of {', '.join(SOURCES)}, fixed:LEVEL or "
-                f"soonest:LEVEL with a level of {', '.join(levels)}"
-            )
-        yield from for_each_level(source, levels)
 
 
 def _row(

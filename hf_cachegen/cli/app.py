@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from hf_cachegen.cli import ask, bench, inspect, make, plan, transfer
 from hf_cachegen.cli.options import ManyValuesCommand
-from hf_cachegen.cli.output import report_error
+from hf_cachegen.cli.output import report_error, report_interrupt
 from hf_cachegen.cli.simulate import simulate
 from hf_cachegen.errors import CacheGenError
 
@@ -45,6 +45,7 @@ class _Group(TyperGroup):
             report_error(error.format_message())
             status = USER_ERROR
         except typer.Abort:
+            report_interrupt()
             status = INTERRUPTED
         if standalone:
             sys.exit(status)
@@ -60,6 +61,9 @@ class _Group(TyperGroup):
                 raise
             report_error(str(error) or type(error).__name__)
             raise typer.Exit(USER_ERROR) from error
+        except KeyboardInterrupt:  # which typer would end without a word
+            report_interrupt()
+            raise typer.Exit(INTERRUPTED) from None
 
 
 app = typer.Typer(

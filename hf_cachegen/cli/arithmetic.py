@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hf_cachegen.cli.output import figure
 from hf_cachegen.config import DTYPE_BYTES
 from hf_cachegen.layout import DtypeName, KVLayout
 
@@ -40,6 +42,8 @@ class LevelPlan:
     load_s
         Seconds until the cache is there: the longer of transfer and decoding, which ``raw`` does
         not need.
+    first_load_s
+        The same of the first cache of the model, which has to wait for the table.
     break_even_gbps
         Speed of the link from which on loading takes no longer than the prefill; None if that is
         not known, or if decoding alone takes longer.
@@ -52,13 +56,20 @@ class LevelPlan:
     bits_per_value: float
     size_bytes: int
     load_s: float
+    first_load_s: float
     break_even_gbps: float | None
     helps: bool | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan_transfer` found; levels by codec, from coarse to raw."""
+    """What :func:`plan_transfer` found; levels by codec, from coarse to raw.
+
+    Attributes
+    ----------
+    table_bytes
+        By codec, what has to be fetched of the model's table before its first cache is decoded.
+    """
 
     context_tokens: int
     bytes_per_token: int
@@ -66,28 +77,32 @@ class Plan:
     raw_bytes: int
     link: Link
     prefill_s: float | None
+    table_bytes: Mapping[str, int]
     levels: tuple[LevelPlan, ...]
 
     @property
     def verdict(self) -> str:
         """One sentence: whether a cache helps, and why."""
-        soonest, at = min(self.levels, key=lambda level: level.load_s), f"{self.link.gbps:g} Gbit/s"
-        arrives = f"level {soonest.level} is there after {soonest.load_s:.3g} s"
+        soonest = min(self.levels, key=lambda level: level.load_s)
+        at = f"{figure(self.link.gbps, 6)} Gbit/s"
+        arrives = f"level {soonest.level} is there after {figure(soonest.load_s)} s"
+        if soonest.first_load_s > soonest.load_s:
+            arrives += f" ({figure(soonest.first_load_s)} s with the table, the first time)"
         if self.prefill_s is None:
             return f"At {at} {arrives}; give the prefill time to learn whether that is sooner."
+        prefill = f"a prefill of {figure(self.prefill_s)} s"
         if soonest.helps:
             # An artefact has the levels of one lossy codec, by default of the first.
             stored = (self.levels[0].codec, "lossless", "raw")
             finest = [level for level in self.levels if level.helps and level.codec in stored][-1]
             return (
                 f"A cache helps at {at}: {arrives}, {self.prefill_s / soonest.load_s:.1f}x as soon "
-                f"as a prefill of {self.prefill_s:.3g} s; the finest level that is still sooner is "
-                f"{finest.level}."
+                f"as {prefill}; the finest level that is still sooner is {finest.level}."
             )
         needed = min(level.break_even_gbps for level in self.levels if level.break_even_gbps)
         return (
-            f"A cache does not help at {at}: {arrives} at the soonest, which is no sooner than a "
-            f"prefill of {self.prefill_s:.3g} s; it would take a link of {needed:.3g} Gbit/s."
+            f"A cache does not help at {at}: {arrives} at the soonest, which is no sooner than "
+            f"{prefill}; it would take a link of {figure(needed)} Gbit/s."
         )
 
 
@@ -127,6 +142,7 @@ def plan_transfer(
     *,
     lossy: Mapping[str, Mapping[str, float]] | None = None,
     states_bytes: int = 0,
+    table_bytes: Mapping[str, int] | None = None,
 ) -> Plan:
     """Sizes and times of a context's cache at every level.
 
@@ -145,11 +161,13 @@ def plan_transfer(
         default; None: typical ones of ``transform`` and ``delta``.
     states_bytes
         Bytes of the states that it keeps of a context, which come with any level as they are.
+    table_bytes
+        Bytes by codec of a table that is not at hand; None: there is none, or all of it is.
 
     Raises
     ------
     ValueError
-        A number is not positive.
+        A number is not finite and above 0.
     """
     _check_positive(
         context_tokens=context_tokens,
@@ -171,6 +189,7 @@ def plan_transfer(
             link.gbps,
             decode_s,
             prefill_s,
+            (table_bytes or {}).get(codec, 0),
         )
         for codec, sizes in {**lossy, **exact}.items()
         for name, bits in sizes.items()
@@ -182,6 +201,7 @@ def plan_transfer(
         raw_bytes=raw_bytes + states_bytes,
         link=link,
         prefill_s=prefill_s,
+        table_bytes=dict(table_bytes or {}),
         levels=tuple(levels),
     )
 
@@ -193,6 +213,7 @@ def _plan_level(
     gbps: float,
     decode_s: float,
     prefill_s: float | None,
+    table_bytes: int,
 ) -> LevelPlan:
     codec, name = level
     wait_s = 0.0 if codec == "raw" else decode_s
@@ -204,12 +225,17 @@ def _plan_level(
         bits_per_value=bits,
         size_bytes=round(size_bits / 8),
         load_s=load_s,
+        first_load_s=load_s + 8 * table_bytes / (1e9 * gbps),
         break_even_gbps=size_bits / (1e9 * prefill_s) if reachable and prefill_s else None,
         helps=None if prefill_s is None else load_s < prefill_s,
     )
 
 
 def _check_positive(**numbers: float | None) -> None:
-    wrong = {name: value for name, value in numbers.items() if value is not None and value <= 0}
+    wrong = {
+        name: value
+        for name, value in numbers.items()
+        if value is not None and not 0 < value < math.inf
+    }
     if wrong:
-        raise ValueError(f"expected positive numbers, got {wrong}")
+        raise ValueError(f"expected finite numbers above 0, got {wrong}")

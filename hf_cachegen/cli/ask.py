@@ -9,7 +9,7 @@ import typer
 
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.cli import options
-from hf_cachegen.cli.output import megabytes, print_table
+from hf_cachegen.cli.output import count, megabytes, print_table
 from hf_cachegen.config import MANIFEST_NAME
 from hf_cachegen.errors import StoreNotFound
 
@@ -46,8 +46,8 @@ def generate(
     ] = None,
     ttft_target: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds to the first token, which the policy is to meet.", show_default=False
+        options.quantity(
+            "Seconds to the first token, which the policy is to meet.", show_default=False
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 128,
@@ -71,8 +71,6 @@ def generate(
     answer goes to stdout, times to stderr; the time to the first token counts from the request
     for the cache, with the model loaded and, for a target, its speed measured.
     """
-    if level is not None and (policy is not None or ttft_target is not None):
-        raise ValueError("expected --level, or --policy and --ttft-target; got both")
     hub_options: dict[str, Any] = {"revision": revision, "token": token, "endpoint": endpoint}
     asked: dict[str, Any] = {"level": level, "policy": policy, "ttft_target_s": ttft_target}
     _check_asked(location, asked, hub_options)
@@ -104,9 +102,10 @@ def generate(
 
 def _check_asked(location: str, asked: dict[str, Any], hub_options: dict[str, Any]) -> None:
     """Refuse a location without a cache, or what it cannot do, before the wait for a model."""
-    from hf_cachegen.hf.policies import resolve_policy
+    from hf_cachegen.hf.policies import check_request, resolve_policy
     from hf_cachegen.stores import HubStore, open_store
 
+    check_request(**asked)
     with open_store(location, **hub_options) as store:
         if not isinstance(store, HubStore):
             resolve_policy(Artifact.open(store).manifest.levels, **asked)
@@ -120,7 +119,7 @@ def _check_asked(location: str, asked: dict[str, Any], hub_options: dict[str, An
 def _report(source: str, answer: Answer) -> None:
     print(
         f"{source}: first token after {answer.first_token_s:.3f} s, "
-        f"{answer.n_tokens} tokens after {answer.total_s:.3f} s",
+        f"{count(answer.n_tokens, 'token')} after {answer.total_s:.3f} s",
         file=sys.stderr,
     )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_cachegen.bench.loopback import Shaper
 from hf_cachegen.cli import options
-from hf_cachegen.cli.output import print_json, print_table
+from hf_cachegen.cli.output import count, figure, print_json, print_table
 from hf_cachegen.config import CHUNK_TOKENS
 
 
@@ -31,7 +31,7 @@ def stream(
     ] = 64,
     link_mbps: Annotated[
         list[float] | None,
-        typer.Option(help="Rates of links in Mbit/s.  [default: 10 50 200]", show_default=False),
+        options.quantity("Rates of links in Mbit/s.  [default: 10 50 200]", show_default=False),
     ] = None,
     trace: Annotated[
         list[Path] | None,
@@ -39,7 +39,7 @@ def stream(
             "Files with the rate of a link over time: lines of '<seconds> <Mbit/s>'.", "--trace"
         ),
     ] = None,
-    latency_ms: Annotated[float, typer.Option(help="Round trip of the links.", min=0)] = 0.0,
+    latency_ms: Annotated[float, options.quantity("Round trip of the links.", zero=True)] = 0.0,
     shaper: Annotated[
         Shaper,
         typer.Option(
@@ -59,7 +59,7 @@ def stream(
         str | None,
         typer.Option(help="Levels to encode, comma-separated.", show_default=False),
     ] = None,
-    target: Annotated[float, typer.Option(help="Seconds to the first token to meet.")] = 2.0,
+    target: Annotated[float, options.quantity("Seconds to the first token to meet.")] = 2.0,
     runs: Annotated[int, typer.Option(help="Runs of each source.", min=1)] = 5,
     clients: Annotated[
         int, typer.Option(help="Clients that ask at once and share the link and the CPU.", min=1)
@@ -80,34 +80,38 @@ def stream(
     counts from the request for the cache, with the model loaded and its speed measured.
     """
     from hf_cachegen.bench.link import read_trace
-    from hf_cachegen.bench.stream import SOURCES, BenchLink, bench_stream
+    from hf_cachegen.bench.stream import SOURCES, BenchLink, bench_stream, expand_sources
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.hf.codecs import load_table
 
-    if target <= 0 or min(link_mbps or [1]) <= 0:
-        raise ValueError("expected a target and link rates above 0")
+    document = options.read_text(text)
     rates = link_mbps or ([] if trace else [10.0, 50.0, 200.0])
     latency_s = latency_ms / 1e3
     links = [BenchLink.constant(rate, latency_s) for rate in rates]
     links += [BenchLink(path.stem, read_trace(path), latency_s) for path in trace or []]
+    known, _ = load_table(table)
+    settings: dict[str, Any] = {
+        "sources": source or SOURCES,
+        "levels": None if levels is None else options.split_names(levels),
+        "target_s": target,
+        "chunk_tokens": chunk_tokens,
+        "shaper": shaper,
+    }
+    expand_sources(known, links, **settings)  # what is wrong should not cost the wait for a model
     loaded, tokenizer = load_model(model, dtype)
-    ids = tokenizer(options.read_text(text), return_tensors="pt")["input_ids"][0]
+    ids = tokenizer(document, return_tensors="pt")["input_ids"][0]
     if len(ids) < context + ahead:
         raise ValueError(f"{text}: expected at least {context + ahead} tokens, found {len(ids)}")
     result = bench_stream(
         loaded,
-        load_table(table)[0],
+        known,
         ids[:context],
         ids[context : context + ahead],
         links,
-        sources=source or SOURCES,
-        levels=None if levels is None else [name.strip() for name in levels.split(",")],
-        target_s=target,
         runs=runs,
         clients=clients,
         overlap=overlap,
-        chunk_tokens=chunk_tokens,
-        shaper=shaper,
+        **settings,
     )
     print_table(
         ("link", "source", "TTFT p50", "p90", "missed", "MB", "KL", "chunks"),
@@ -124,8 +128,8 @@ def stream(
             )
             for row in result.rows
         ],
-        title=f"{context} tokens, target {target:g} s, {runs} runs, links by {shaper}"
-        + (f", {clients} clients at once" if clients > 1 else ""),
+        title=f"{count(context, 'token')}, target {figure(target, 6)} s, {count(runs, 'run')}, "
+        f"links by {shaper}" + (f", {clients} clients at once" if clients > 1 else ""),
         stderr=json,
     )
     if overlap:

@@ -12,13 +12,20 @@ import typer
 from hf_cachegen.artifact import EMBEDDED, Artifact, Manifest
 from hf_cachegen.artifact.summary import stored_values, summarise_levels
 from hf_cachegen.cli import options
-from hf_cachegen.cli.output import bytes_bar, megabytes, print_facts, print_json, print_table
+from hf_cachegen.cli.output import (
+    bytes_bar,
+    count,
+    megabytes,
+    print_facts,
+    print_json,
+    print_table,
+)
 from hf_cachegen.config import DTYPE_BYTES, MANIFEST_NAME
 from hf_cachegen.errors import StoreNotFound, TableMismatch
 
 if TYPE_CHECKING:
     from hf_cachegen.stores import Store
-    from hf_cachegen.tables import ModelTable
+    from hf_cachegen.tables import ModelTable, TableRecord
 
 VERSIONS_OF = ("hf-cachegen", "torch", "transformers", "huggingface-hub", "numpy", "numba")
 TABLE_NAME = "table.json"
@@ -85,7 +92,8 @@ def verify_artifact(store: Store) -> None:
     states = "" if artifact.manifest.states is None else " and the states"
     extra = "" if table is None else f", and the embedded table, {megabytes(table.size_bytes())}"
     print(
-        f"intact: {report.n_chunks} chunks with {report.n_segments} segments{states}, "
+        f"intact: {count(report.n_chunks, 'chunk')} with "
+        f"{count(report.n_segments, 'segment')}{states}, "
         f"{megabytes(report.size_bytes)}{extra}"
     )
 
@@ -98,18 +106,28 @@ def embedded_table(artifact: Artifact) -> ModelTable | None:
     FormatError, StoreError, TableMismatch
         The table is damaged, missing, or another than the manifest names.
     """
-    reference = artifact.manifest.identity.table
-    if reference is None or reference.location != EMBEDDED:
+    record, reference = embedded_record(artifact), artifact.manifest.identity.table
+    if record is None or reference is None:
         return None
     from hf_cachegen.tables import ModelTable  # imports torch
 
-    table = ModelTable.load(artifact.store, reference.folder, codecs=reference.codecs)
-    if table.record.digests != reference.codecs:
+    return ModelTable.read(record, artifact.store, reference.folder)
+
+
+def embedded_record(artifact: Artifact) -> TableRecord | None:
+    """What the record of the table inside an artefact says; else as :func:`embedded_table`."""
+    reference = artifact.manifest.identity.table
+    if reference is None or reference.location != EMBEDDED:
+        return None
+    from hf_cachegen.tables import TableRecord  # imports torch
+
+    record = TableRecord.read(artifact.store, reference.folder).subset(reference.codecs)
+    if record.digests != reference.codecs:
         raise TableMismatch(
             f"expected an embedded table of the digests {reference.codecs} in "
-            f"{artifact.store.location}, found {table.record.digests}; fetch it again"
+            f"{artifact.store.location}, found {record.digests}; fetch it again"
         )
-    return table
+    return record
 
 
 def is_table(store: Store) -> bool:
@@ -183,7 +201,7 @@ def _print_manifest(location: str, manifest: Manifest) -> None:
         {
             "cache": location,
             "model": f"{facts['model']} ({facts['architecture']}, {facts['dtype']})",
-            "tokens": f"{_tokens_fact(manifest)} in {facts['chunks']} chunks",
+            "tokens": f"{_tokens_fact(manifest)} in {count(facts['chunks'], 'chunk')}",
             "uncompressed": megabytes(facts["raw_bytes"]),
             "all levels": megabytes(facts["size_bytes"]),
             **_states_fact(facts["states_bytes"]),

@@ -13,8 +13,8 @@ from hf_cachegen.artifact import Manifest
 from hf_cachegen.artifact.files import check_writable
 from hf_cachegen.cli import options
 from hf_cachegen.cli.inspect import print_levels
-from hf_cachegen.cli.output import report_error
-from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES
+from hf_cachegen.cli.output import count, megabytes, report_error
+from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES, MIN_SAMPLE_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,21 +30,12 @@ def encode(
     text: Annotated[list[Path], options.text_option("Documents, in UTF-8.", "--text")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            show_default=False,
-            help="Folder to write the cache of one document to.",
-        ),
+        options.folder_option("Folder to write the cache of one document to.", "--out", "-o"),
     ] = None,
     into: Annotated[
         Path | None,
-        typer.Option(
-            "--into",
-            metavar="FOLDER",
-            show_default=False,
-            help="Folder to write the caches of many documents to: of a.txt to FOLDER/a.",
+        options.folder_option(
+            "Folder to write the caches of many documents to: of a.txt to FOLDER/a.", "--into"
         ),
     ] = None,
     tables: Annotated[
@@ -90,7 +81,7 @@ def encode(
     from hf_cachegen.cli.sharing import processes, work_through
     from hf_cachegen.hf.settings import choose
 
-    names = None if levels is None else [name.strip() for name in levels.split(",")]
+    names = None if levels is None else options.split_names(levels)
     settings = {
         "tables": choose(None if tables == "none" else tables, names).tables,
         "levels": names,
@@ -106,7 +97,8 @@ def encode(
         if out is not None:
             manifest, written = encoder.encode(text[0], out, progress=True)
             verb = "written to" if written else "which were already in"
-            print(f"{manifest.tokens.n} tokens in {len(manifest.chunks)} chunks, {verb} {out}")
+            tokens = count(manifest.tokens.n, "token")
+            print(f"{tokens} in {count(len(manifest.chunks), 'chunk')}, {verb} {out}")
             print_levels(manifest)
             return
         outcome = work_through(targets, lambda *target: encoder.encode(*target)[1], state)
@@ -143,10 +135,12 @@ def _targets(texts: Sequence[Path], out: Path | None, into: Path | None) -> dict
     if out is not None and into is None and len(texts) == 1:
         return {out: texts[0]}
     if out is not None or into is None:
+        given = " and ".join(
+            name for name, folder in (("-o", out), ("--into", into)) if folder is not None
+        )
         raise ValueError(
             "expected -o FOLDER for the cache of one document, or --into FOLDER for a folder with "
-            f"the cache of each; got {len(texts)} documents and "
-            f"{'both' if out and into else '-o' if out else 'neither'}"
+            f"the cache of each; got {count(len(texts), 'document')} with {given or 'no folder'}"
         )
     targets: dict[Path, Path] = {}
     for path in dict.fromkeys(texts):
@@ -164,9 +158,9 @@ def _targets(texts: Sequence[Path], out: Path | None, into: Path | None) -> dict
 
 def _report(outcome: Outcome) -> None:
     """Say on stdout what has been done, and on stderr which documents failed, and why."""
-    print(f"{len(outcome.written)} caches written, {len(outcome.present)} were already there")
+    print(f"{count(len(outcome.written), 'cache')} written, {len(outcome.present)} already there")
     if outcome.taken:
-        print(f"{len(outcome.taken)} left to another run, which is at work on them")
+        print(f"{count(len(outcome.taken), 'document')} left to another run that is under way")
     for name, reason in outcome.failures.items():
         report_error(reason if reason.startswith(name) else f"{name}: {reason}")
 
@@ -176,22 +170,15 @@ def profile(
     text: Annotated[
         list[Path], options.text_option("Text files to take the statistics from.", "--text")
     ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FOLDER",
-            show_default=False,
-            help="Folder to write the table to.",
-        ),
-    ],
+    out: Annotated[Path, options.folder_option("Folder to write the table to.", "--out", "-o")],
     evaluate: Annotated[
         list[Path] | None,
         options.text_option("Other text files to measure rate and quality on.", "--evaluate"),
     ] = None,
     dtype: options.DtypeOption = options.Dtype.auto,
-    sample_tokens: Annotated[int, typer.Option(help="Tokens per sample.")] = CHUNK_TOKENS,
+    sample_tokens: Annotated[
+        int, typer.Option(help="Tokens per sample.", min=MIN_SAMPLE_TOKENS)
+    ] = CHUNK_TOKENS,
     max_samples: Annotated[
         int | None, typer.Option(help="Stop after so many samples.", min=1, show_default=False)
     ] = None,
@@ -244,5 +231,5 @@ def profile(
         rows = bench.bench_codec(loaded, tokenizer, table, documents)
         table.save(out, table_card(table, markdown_report(rows, list(documents), dtype)))
         print_rows(rows)
-    tokens = sum(count for _, count in table.record.data)
-    print(f"table of {tokens} tokens, {table.size_bytes() / 1e6:.2f} MB, written to {out}")
+    tokens = sum(n_tokens for _, n_tokens in table.record.data)
+    print(f"table of {count(tokens, 'token')}, {megabytes(table.size_bytes())}, written to {out}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -108,6 +109,30 @@ CodecParameters = Annotated[
 ]
 
 
+def quantity(help: str, *, zero: bool = False, show_default: bool = True) -> Any:
+    """An option that takes finite numbers above 0, or also 0, where one is enough or many go."""
+    bound = "of 0 or more" if zero else "above 0"
+
+    def check(value: float | list[float] | None) -> float | list[float] | None:
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not (0 < number < math.inf or (zero and number == 0)):
+                raise typer.BadParameter(f"expected a finite number {bound}, got {number:g}")
+        return value
+
+    return typer.Option(help=help, callback=check, show_default=show_default)
+
+
+def folder_option(help: str, *names: str) -> Any:
+    """An option that takes a folder to write to."""
+
+    def parse(name: str) -> Path:
+        if not name:  # which would mean the current folder
+            raise typer.BadParameter("expected the name of a folder, got an empty one")
+        return Path(name)
+
+    return typer.Option(*names, help=help, metavar="FOLDER", parser=parse, show_default=False)
+
+
 def text_option(help: str, name: str, metavar: str = "FILE...") -> Any:
     """An option that takes existing text files."""
     return typer.Option(
@@ -158,6 +183,11 @@ def check_apart(calibration: dict[str, str], evaluation: dict[str, str]) -> None
         )
 
 
+def split_names(names: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 def codec_configs(
     codecs: str | None, parameters: Sequence[str]
 ) -> tuple[TransformConfig | DeltaConfig, ...]:
@@ -177,9 +207,8 @@ def codec_configs(
         "transform": TransformConfig,
         "delta": DeltaConfig,
     }
-    given: dict[str, dict[str, Any]] = {
-        name.strip(): {} for name in (codecs or ",".join(known)).split(",")
-    }
+    names = known if codecs is None else split_names(codecs)
+    given: dict[str, dict[str, Any]] = {name: {} for name in names}
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         codec, _, field = name.partition(".")
@@ -189,9 +218,10 @@ def codec_configs(
             )
         given[codec][field] = _parse_value(value)
     unknown = [name for name in given if name not in known]
-    if unknown:
+    if unknown or not given:
         raise ValueError(
-            f"--codecs: unknown {', '.join(unknown)}; expected some of {', '.join(known)}"
+            f"--codecs: unknown {', '.join(unknown) or '(none given)'}; expected some of "
+            f"{', '.join(known)}"
         )
     configs = []
     for codec, fields in given.items():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ PIPED_WIDTH = 120
 """Columns of a table that goes to a file or a program, which has no width of its own."""
 
 _SPELLINGS = {
+    "expected level, or policy": "expected --level, or --policy",
+    "ttft_target_s": "--ttft-target",
     "overwrite=True": "--overwrite",
     "tables='auto'": "--tables auto",
     "token=...": "--token ...",
@@ -30,6 +33,12 @@ def report_error(message: str) -> None:
     for python, shell in _SPELLINGS.items():
         joined = joined.replace(python, shell)
     print(f"hf-cachegen: error: {joined.rstrip(' ;')}", file=sys.stderr)
+
+
+def report_interrupt() -> None:
+    """Say on stderr that the user has ended the command."""
+    after_echo = "\n" if sys.stderr.isatty() else ""  # the terminal has just shown a ^C
+    print(f"{after_echo}hf-cachegen: interrupted", file=sys.stderr)
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -65,6 +74,18 @@ def print_facts(facts: dict[str, object]) -> None:
 def bytes_bar(description: str, total: int) -> Any:
     """A progress bar that counts bytes."""
     return tqdm(total=total, desc=description, unit="B", unit_scale=True)
+
+
+def count(number: int, noun: str) -> str:
+    """How many there are: ``1 chunk``, ``2 chunks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """A number of so many significant digits, written out: ``12300``, ``0.000123``."""
+    return np.format_float_positional(
+        value, precision=digits, unique=False, fractional=False, trim="-"
+    )
 
 
 def megabytes(size_bytes: float) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from hf_cachegen.artifact.manifest import MAX_TOKENS
 from hf_cachegen.cli import options
 from hf_cachegen.cli.arithmetic import Link, Plan, plan_transfer, typical_levels
-from hf_cachegen.cli.output import megabytes, print_facts, print_json, print_table
+from hf_cachegen.cli.output import count, figure, megabytes, print_facts, print_json, print_table
 from hf_cachegen.errors import TableMismatch
 
 if TYPE_CHECKING:
@@ -29,25 +31,27 @@ def plan(
             show_default=False,
         ),
     ],
-    context: Annotated[int, typer.Option(help="Tokens of the context.", show_default=False)],
+    context: Annotated[
+        int, typer.Option(help="Tokens of the context.", min=1, max=MAX_TOKENS, show_default=False)
+    ],
     link_gbps: Annotated[
-        float, typer.Option(help="Speed of the link in Gbit/s.", show_default=False)
+        float, options.quantity("Speed of the link in Gbit/s.", show_default=False)
     ],
     prefill_s: Annotated[
         float | None,
-        typer.Option(help="Seconds that the model takes for the context.", show_default=False),
+        options.quantity("Seconds that the model takes for the context.", show_default=False),
     ] = None,
     prefill_tokens_per_s: Annotated[
         float | None,
-        typer.Option(help="The same, as tokens per second.", show_default=False),
+        options.quantity("The same, as tokens per second.", show_default=False),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the prefill with the model, here and now.")
     ] = False,
     decode_gb_per_s: Annotated[
         float | None,
-        typer.Option(
-            help="Decoding speed, GB of uncompressed cache per second (`bench codec` measures it); "
+        options.quantity(
+            "Decoding speed, GB of uncompressed cache per second (`bench codec` measures it); "
             "without it decoding is not counted.",
             show_default=False,
         ),
@@ -56,7 +60,7 @@ def plan(
         str | None,
         typer.Option(
             help="The model's table, a folder or Hub repository: its levels, with the sizes that "
-            "its own samples had.",
+            "its own samples had. What of it is not on this machine yet is counted, and fetched.",
             show_default=False,
         ),
     ] = None,
@@ -73,17 +77,19 @@ def plan(
     given = [prefill_s is not None, prefill_tokens_per_s is not None, measure]
     if sum(given) > 1:
         raise ValueError("expected one of --prefill-s, --prefill-tokens-per-s and --measure")
+    if measure and Path(model).is_file():
+        raise ValueError(
+            f"expected a model's folder or Hub id with --measure, got the file {model}"
+        )
     if prefill_tokens_per_s is not None:
-        if prefill_tokens_per_s <= 0:
-            raise ValueError(
-                f"expected positive --prefill-tokens-per-s, got {prefill_tokens_per_s}"
-            )
         prefill_s = context / prefill_tokens_per_s
+    from hf_cachegen.hf.codecs import bytes_to_fetch
     from hf_cachegen.hf.estimate import estimate_layout, estimate_states_bytes, load_config
 
     named = None if dtype is options.Dtype.auto else cast("DtypeName", dtype.value)
     config = load_config(model)
     layout, states_bytes = estimate_layout(config, named), estimate_states_bytes(config, named)
+    table_bytes = None if table is None else bytes_to_fetch(table)
     lossy = None if table is None else _noted_levels(table, layout)
     plan_for = functools.partial(
         plan_transfer,
@@ -92,6 +98,7 @@ def plan(
         Link(link_gbps, decode_gb_per_s),
         lossy=lossy,
         states_bytes=states_bytes,
+        table_bytes=table_bytes,
     )
     found = plan_for(prefill_s)
     if measure:
@@ -173,26 +180,35 @@ def _print_plan(model: str, table: str | None, dtype: str, found: Plan) -> None:
     facts: dict[str, object] = {
         "model": f"{model} ({dtype})",
         "cache": f"{found.bytes_per_token} bytes a token; {megabytes(found.raw_bytes)} for "
-        f"{found.context_tokens} tokens",
-        "link": f"{found.link.gbps:g} Gbit/s",
+        f"{count(found.context_tokens, 'token')}",
+        "link": f"{figure(found.link.gbps, 6)} Gbit/s",
         "bits": "typical, as measured on SmolLM2-135M"
         if table is None
         else f"of transform as on the samples of {table}, others typical",
     }
     if found.states_bytes:
         facts["states"] = f"{megabytes(found.states_bytes)} of them, however long the context"
+    if table is None:
+        facts["table"] = "not counted; name it with --table"
+    for codec, size_bytes in found.table_bytes.items():
+        facts[f"table of {codec}"] = (
+            f"{megabytes(size_bytes)} to fetch, once for all caches of the model: "
+            f"{figure(8 * size_bytes / (1e9 * found.link.gbps))} s"
+        )
     if found.prefill_s is not None:
-        facts["prefill"] = f"{found.prefill_s:.3g} s"
+        facts["prefill"] = f"{figure(found.prefill_s)} s"
     print_facts(facts)
+    first = ("first load",) if found.table_bytes else ()
     print_table(
-        ("level", "bits/value", "size", "load", "break-even link", "sooner than prefill"),
+        ("level", "bits/value", "size", "load", *first, "break-even link", "sooner than prefill"),
         [
             (
                 level.level,
                 f"{level.bits_per_value:.2f}",
                 megabytes(level.size_bytes),
-                f"{level.load_s:.3g} s",
-                "-" if level.break_even_gbps is None else f"{level.break_even_gbps:.3g} Gbit/s",
+                f"{figure(level.load_s)} s",
+                *(f"{figure(level.first_load_s)} s" for _ in first),
+                "-" if level.break_even_gbps is None else f"{figure(level.break_even_gbps)} Gbit/s",
                 {True: "yes", False: "no", None: "-"}[level.helps],
             )
             for level in found.levels

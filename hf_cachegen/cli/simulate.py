@@ -54,7 +54,7 @@ def simulate(
             "wanders around --gbps, with gaps."
         ),
     ] = Trace.iid,
-    target: Annotated[float, typer.Option(help="Seconds to the first token to meet.")] = 1.0,
+    target: Annotated[float, options.quantity("Seconds to the first token to meet.")] = 1.0,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,9 +70,9 @@ def simulate(
     exact: Annotated[
         bool, typer.Option("--exact", help="Add the levels lossless and raw to every codec's.")
     ] = False,
-    gbps: Annotated[float, typer.Option(help="Rate in Gbit/s, see --trace.")] = 3.0,
-    low_gbps: Annotated[float, typer.Option(help="Lowest rate, see --trace.")] = 0.1,
-    high_gbps: Annotated[float, typer.Option(help="Highest rate, see --trace.")] = 10.0,
+    gbps: Annotated[float, options.quantity("Rate in Gbit/s, see --trace.")] = 3.0,
+    low_gbps: Annotated[float, options.quantity("Lowest rate, see --trace.")] = 0.1,
+    high_gbps: Annotated[float, options.quantity("Highest rate, see --trace.")] = 10.0,
     contexts: Annotated[int, typer.Option(help="Contexts to stream.", min=1)] = 1000,
     min_tokens: Annotated[int, typer.Option(help="Tokens of the shortest.", min=1)] = 9400,
     max_tokens: Annotated[int, typer.Option(help="Tokens of the longest.", min=1)] = 9400,
@@ -84,16 +84,16 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Equal seeds give equal links.", min=0)] = 0,
     prefill_tokens_per_s: Annotated[
         float | None,
-        typer.Option(help="Measured rate of a short prefill.", show_default=False),
+        options.quantity("Measured rate of a short prefill.", show_default=False),
     ] = None,
     decode_gb_per_s: Annotated[
         float | None,
-        typer.Option(
-            help="Measured decoding, GB of uncompressed cache per second.", show_default=False
+        options.quantity(
+            "Measured decoding, GB of uncompressed cache per second.", show_default=False
         ),
     ] = None,
     parameters: Annotated[
-        float | None, typer.Option(help="Parameters of the model.", show_default=False)
+        float | None, options.quantity("Parameters of the model.", show_default=False)
     ] = None,
     layers: Annotated[
         int | None, typer.Option(help="Layers of the model.", min=1, show_default=False)
@@ -124,6 +124,8 @@ def simulate(
         run_simulation,
     )
 
+    if plot is not None and not plot.parent.is_dir():
+        raise ValueError(f"expected --plot to name a file in an existing folder, got {plot}")
     sizes = {
         "n_parameters": parameters,
         "n_layers": layers,

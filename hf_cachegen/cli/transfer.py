@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +12,7 @@ import typer
 from hf_cachegen.artifact import EMBEDDED, Artifact
 from hf_cachegen.cli import options
 from hf_cachegen.cli.inspect import is_table, verify_artifact
-from hf_cachegen.cli.output import bytes_bar
+from hf_cachegen.cli.output import bytes_bar, megabytes
 from hf_cachegen.errors import StoreError
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ def fetch(
     """Copy a cache or a table to this machine.
 
     It can then be used without a network. Interrupted, it goes on from where it was when it is run
-    again.
+    again: with -o from the last byte, else from the last whole file.
     """
     from hf_cachegen.stores import open_store
 
@@ -112,24 +114,46 @@ def _download(store: Store) -> Path:
 
 def _copy(store: Store, out: Path, overwrite: bool) -> Path:
     if is_table(store):
-        from hf_cachegen.tables import ModelTable
-
-        return ModelTable.load(store).save(out)
+        return _copy_table(store, out)
     from hf_cachegen.cli.copying import copy_artifact
 
     artifact = Artifact.open(store)
-    with bytes_bar("fetch", sum(f.size_bytes for f in artifact.manifest.files)) as bar:
-        copy_artifact(artifact, out, overwrite=overwrite, progress=bar.update)
+    with _goes_on(sum(f.size_bytes for f in artifact.manifest.files), out) as progress:
+        copy_artifact(artifact, out, overwrite=overwrite, progress=progress)
     return out
+
+
+def _copy_table(store: Store, out: Path) -> Path:
+    from hf_cachegen.tables import TableRecord
+    from hf_cachegen.tables.download import download_table
+
+    record = TableRecord.read(store)
+    with _goes_on(sum(entry.arrays.size_bytes for entry in record.codecs), out) as progress:
+        download_table(record, store, "", out, progress=progress)
+    return out
+
+
+@contextlib.contextmanager
+def _goes_on(size_bytes: int, out: Path) -> Iterator[Callable[[int], object]]:
+    """A bar for a copy; if the copy fails, say what is there, and how to get the rest."""
+    with bytes_bar("fetch", size_bytes) as bar:
+        try:
+            yield bar.update
+        except StoreError as error:
+            raise type(error)(
+                f"{error}; {megabytes(bar.n)} of {megabytes(size_bytes)} are there for {out}: run "
+                "the same command again to go on"
+            ) from error
 
 
 def _download_table(store: Store, hub_options: dict[str, Any]) -> None:
     """Also fetch the codecs that an artefact uses of the table that it names on the Hub."""
-    from hf_cachegen.stores import HubStore
-    from hf_cachegen.tables import ModelTable
+    from hf_cachegen.hf.codecs import LevelCodecs
 
-    reference = Artifact.open(store).manifest.identity.table
+    manifest = Artifact.open(store).manifest
+    identity, reference = manifest.identity, manifest.identity.table
     if reference is not None and reference.location != EMBEDDED:
-        with HubStore(reference.location, **hub_options) as table:
-            # Whole files that are read stay in the Hugging Face cache.
-            ModelTable.load(table, codecs=reference.codecs)
+        # They stay in the table cache.
+        LevelCodecs(
+            manifest.levels, identity.layout, reference, store, hub_options=hub_options
+        ).table()

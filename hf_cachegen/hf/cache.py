@@ -43,6 +43,7 @@ from hf_cachegen.hf.layers import StreamedLayer, StreamedPrunedLayer, StreamedSl
 from hf_cachegen.hf.policies import resolve_policy
 from hf_cachegen.hf.pruning import check_prunable, complete_from, kept_positions
 from hf_cachegen.hf.saving import one_sequence, save_extended
+from hf_cachegen.hf.settings import check_push
 from hf_cachegen.hf.state_layers import StreamedLayerWithState, StreamedStateLayer
 from hf_cachegen.stores import open_store
 from hf_cachegen.streaming.controller import Policy
@@ -189,10 +190,11 @@ class CompressedStreamingCache(CountsTokens):
             others travel), ``"layered"`` (the coarsest level of everything first, then refinements
             until the time is up), ``"text"`` (no fetching), ``"fixed:<level>"``,
             ``"soonest:<level>"`` (the first chunks recomputed while the others travel, as long as
-            that is not slower), or an object. By default, if there is a target, ``"layered"`` for
-            levels that refine each other, else ``"robust"``.
+            that is not slower; levels as for ``level``), or an object. By default, if there is a
+            target, ``"layered"`` for levels that refine each other, else ``"robust"``.
         ttft_target_s
-            Seconds from this call to the first token.
+            Seconds from this call to the first token, for ``"paper"``, ``"robust"`` and
+            ``"layered"``, which need it. Not together with another policy.
         tables
             The model table, or where it is; by default where the artefact says.
         revision, token, cache_dir, local_files_only, endpoint
@@ -366,9 +368,10 @@ class CompressedStreamingCache(CountsTokens):
             Also upload the folder; ``push_options`` as for :meth:`push_to_hub`, ``repo_id`` by
             default the folder's name.
         """
+        repo_id = push_options.pop("repo_id", Path(save_directory).name) if push_to_hub else None
+        check_push(repo_id, push_options)
         save_extended(self, save_directory, token_ids=token_ids)
-        if push_to_hub:
-            repo_id = push_options.pop("repo_id", Path(save_directory).name)
+        if repo_id is not None:
             push_artifact(save_directory, repo_id, **push_options)
 
     def push_to_hub(
@@ -386,6 +389,7 @@ class CompressedStreamingCache(CountsTokens):
             As for :func:`~hf_cachegen.push_artifact`: ``commit_message``, ``private``, ``token``,
             ``revision``, ``create_pr``, ``endpoint``.
         """
+        check_push(repo_id, push_options)
         with tempfile.TemporaryDirectory() as folder:
             save_extended(self, folder, token_ids=token_ids)
             return push_artifact(folder, repo_id, **push_options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hf_cachegen.layout import KVLayout
 from hf_cachegen.levels import codec_for, table_codecs
 from hf_cachegen.stores import HubStore, LocalStore, Store, open_store
 from hf_cachegen.tables import ModelTable, TableRecord
+from hf_cachegen.tables.download import download_table
 
 TableSource = ModelTable | str | os.PathLike[str]
 """A loaded table, or the folder, URL or Hub repository of one."""
@@ -31,14 +32,25 @@ def load_table(
     """The table that ``source`` names, and the location by which an artefact may refer to it.
 
     That is the Hub repository it came from, else ``"embedded"``. ``codecs`` says what to read of
-    it, as for :meth:`ModelTable.load`; a loaded table is returned as it is. ``hub_options`` are
-    those of :func:`~hf_cachegen.stores.open_store`.
+    it, as for :meth:`ModelTable.load`; a loaded table is returned as it is. What is fetched is
+    kept in the table cache. ``hub_options`` are those of :func:`~hf_cachegen.stores.open_store`.
     """
     if isinstance(source, ModelTable):
         return source, EMBEDDED
     with open_store(source, **hub_options) as store:
-        table = ModelTable.load(store, codecs=codecs)
+        table = _acquire(TableRecord.read(store).subset(codecs), store)
         return table, store.repo_id if isinstance(store, HubStore) else EMBEDDED
+
+
+def bytes_to_fetch(source: str | os.PathLike[str], **hub_options: Any) -> dict[str, int]:
+    """By codec, the bytes of a table that this machine does not have yet."""
+    with open_store(source, **hub_options) as store:
+        record = TableRecord.read(store)
+        return {
+            entry.codec: entry.arrays.size_bytes
+            for entry in record.codecs
+            if not (isinstance(store, LocalStore) or _is_kept(record.digests[entry.codec]))
+        }
 
 
 class LevelCodecs:
@@ -47,9 +59,10 @@ class LevelCodecs:
     The part of the table that a codec needs comes from ``tables`` if given, else from a local
     artefact that it is embedded in, else from the local table cache, else from the artefact or the
     table's own repository. It is then kept in the table cache, by its digest, since all artefacts
-    of a model share it, unless it was made of this one's context. Nothing is read for codecs that
-    are not used. The table cache is the folder ``hf-cachegen/tables`` of ``HF_HOME``, which may be
-    deleted at any time.
+    of a model share it, unless it was made of this one's context. When the artefact's store is
+    closed before all of it has come, the next session goes on from there. Nothing is read for
+    codecs that are not used. The table cache is the folder ``hf-cachegen/tables`` of ``HF_HOME``,
+    which may be deleted at any time.
 
     Parameters
     ----------
@@ -88,19 +101,21 @@ class LevelCodecs:
         self._levels = levels
         self._kept = kept
         self._layout = layout
+        self._store = store
         self._parts = None
         if reference is not None:
             self._parts = _TableParts(reference, layout, store, tables, hub_options or {})
         self._codecs: dict[int, SegmentCodec] = {}
-        self._lock = threading.Lock()
+        # One for each: what needs no table does not wait for one.
+        self._locks = [threading.Lock() for _ in levels]
 
     def __getitem__(self, level: int) -> SegmentCodec:
-        with self._lock:
+        with self._locks[level]:
             if level not in self._codecs:
                 record = self._levels[level]
                 table = None
                 if self._parts is not None and table_codecs([record]):
-                    table = self._parts.part(record.codec)
+                    table = self._parts.part(record.codec, lambda: not self._store.is_closed)
                 self._codecs[level] = codec_for(record, self._layout, table, kept=self._kept)
             return self._codecs[level]
 
@@ -112,8 +127,7 @@ class LevelCodecs:
 
     def table(self) -> ModelTable | None:
         """The artefact's table, all of its codecs; None if it has none."""
-        with self._lock:
-            return None if self._parts is None else self._parts.whole()
+        return None if self._parts is None else self._parts.whole()
 
 
 class _TableParts:
@@ -133,29 +147,35 @@ class _TableParts:
         self._source = source
         self._hub_options = hub_options
         self._found: dict[str, ModelTable] = {}
+        self._locks = {codec: threading.Lock() for codec in reference.codecs}
         if source is not None:
             self._check_source(source)
 
-    def part(self, codec: str) -> ModelTable:
-        """A table that holds this codec."""
+    def part(self, codec: str, is_wanted: Callable[[], bool] = lambda: True) -> ModelTable:
+        """A table that holds this codec.
+
+        Its download ends with a StoreError once ``is_wanted`` says no.
+        """
         if codec not in self._reference.codecs:
             raise TableMismatch(
                 f"the cache has levels of the codec {codec!r} but names a table for "
                 f"{', '.join(self._reference.codecs)} only; encode it again"
             )
-        if codec not in self._found:
-            table = self._find(codec)
-            table.check_layout(self._layout)
-            self._found[codec] = table
-        return self._found[codec]
+        with self._locks[codec]:
+            if codec not in self._found:
+                table = self._find(codec, is_wanted)
+                table.check_layout(self._layout)
+                self._found[codec] = table
+            return self._found[codec]
 
     def is_at_hand(self, codec: str) -> bool:
         """Whether this machine has the part of a codec."""
-        if codec in self._found or isinstance(self._source, ModelTable):
-            return True
-        if self._source is not None:
-            return Path(self._source).is_dir()
-        return self._is_in_local_artifact or self._cache_folder(codec).is_dir()
+        return (
+            codec in self._found
+            or isinstance(self._source, ModelTable)
+            or self._is_on_disk
+            or _is_kept(self._reference.codecs[codec])
+        )
 
     def whole(self) -> ModelTable:
         """All parts in one table."""
@@ -183,49 +203,85 @@ class _TableParts:
                     "pass the original table, or none to use the one the cache names"
                 )
 
-    def _find(self, codec: str) -> ModelTable:
+    def _find(self, codec: str, is_wanted: Callable[[], bool]) -> ModelTable:
         if isinstance(self._source, ModelTable):
             return self._source  # which was checked already
-        if self._source is not None:
-            table, _ = load_table(self._source, [codec], **self._hub_options)
-            self._check(table.record, [codec], f"{self._source} now holds")
-            return table
-        if self._is_in_local_artifact:
-            return self._fetch(codec)  # it is at hand, and should show if it is damaged
-        kept = self._kept(codec)
-        if kept is not None:
-            return kept
-        table = self._fetch(codec)
-        if not is_of_one_cache(table):
-            # A table cache that cannot be written to costs time only.
-            with contextlib.suppress(OSError, ValueError):
-                table.save(self._cache_folder(codec))
-        return table
+        if not self._is_on_disk:  # what is should show if it is damaged
+            kept = _kept(codec, self._reference.codecs[codec])
+            if kept is not None:
+                return kept
+        with self._opened() as (store, folder):
+            record = TableRecord.read(store, folder).subset([codec])
+            self._check(record, [codec], f"{self._location} now holds")
+            return _acquire(record, store, folder, is_wanted)
 
     @property
-    def _is_in_local_artifact(self) -> bool:
-        return self._reference.location == EMBEDDED and isinstance(self._store, LocalStore)
+    def _location(self) -> str | os.PathLike[str]:
+        assert not isinstance(self._source, ModelTable)
+        return self._reference.location if self._source is None else self._source
 
-    def _fetch(self, codec: str) -> ModelTable:
-        location = self._reference.location
-        if location == EMBEDDED:
-            table = ModelTable.load(self._store, self._reference.folder, [codec])
+    @property
+    def _is_on_disk(self) -> bool:
+        if self._location == EMBEDDED:
+            return isinstance(self._store, LocalStore)
+        return self._source is not None and Path(self._location).is_dir()
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[Store, str]]:
+        """The store that the table is in, and its folder there."""
+        if self._location == EMBEDDED:
+            yield self._store, self._reference.folder
         else:
-            table, _ = load_table(location, [codec], **self._hub_options)
-        self._check(table.record, [codec], f"{location} now holds")
-        return table
+            with open_store(self._location, **self._hub_options) as store:
+                yield store, ""
 
-    def _kept(self, codec: str) -> ModelTable | None:
-        """The part in the table cache, None if it is not there or damaged."""
-        folder = self._cache_folder(codec)
-        if not folder.is_dir():
-            return None
-        # A damaged entry is fetched again, and replaced.
-        with contextlib.suppress(FormatError, StoreError, TableMismatch):
-            table = ModelTable.load(LocalStore(folder), codecs=[codec])
-            self._check(table.record, [codec], "the table cache has")
-            return table
+
+def _acquire(
+    record: TableRecord,
+    store: Store,
+    folder: str = "",
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> ModelTable:
+    """The table of a record, of whose codecs the table cache has or gets each that it may keep."""
+    if isinstance(store, LocalStore) or is_of_one_cache(record):
+        return ModelTable.read(record, store, folder)
+    parts = [
+        _acquire_part(record.subset([c]), store, folder, is_wanted) for c in record.codec_names
+    ]
+    return ModelTable(
+        record,
+        {name: tables for part in parts for name, tables in part.tables.items()},
+        {name: payload for part in parts for name, payload in part.payloads.items()},
+    )
+
+
+def _acquire_part(
+    record: TableRecord, store: Store, folder: str, is_wanted: Callable[[], bool]
+) -> ModelTable:
+    ((codec, digest),) = record.digests.items()
+    kept = _kept(codec, digest)
+    if kept is not None:
+        return kept
+    # A table cache that cannot be written to costs time only.
+    with contextlib.suppress(OSError, ValueError):
+        return download_table(record, store, folder, _cache_folder(digest), is_wanted=is_wanted)
+    return ModelTable.read(record, store, folder)
+
+
+def _kept(codec: str, digest: str) -> ModelTable | None:
+    """The part of a digest in the table cache, None if it is not there or damaged."""
+    if not _is_kept(digest):
         return None
+    # A damaged entry is fetched again, and replaced.
+    with contextlib.suppress(FormatError, StoreError, TableMismatch):
+        table = ModelTable.load(LocalStore(_cache_folder(digest)), codecs=[codec])
+        return table if table.record.digests[codec] == digest else None
+    return None
 
-    def _cache_folder(self, codec: str) -> Path:
-        return Path(HF_HOME) / "hf-cachegen" / "tables" / self._reference.codecs[codec]
+
+def _is_kept(digest: str) -> bool:
+    return _cache_folder(digest).is_dir()
+
+
+def _cache_folder(digest: str) -> Path:
+    return Path(HF_HOME) / "hf-cachegen" / "tables" / digest

@@ -1,4 +1,4 @@
-"""Publishing artefacts and model tables on the Hub, with cards."""
+"""Publishing artefacts on the Hub, with cards."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hf_cachegen.artifact import Artifact, Manifest
+from hf_cachegen.artifact.files import SCRATCH_PREFIX
 from hf_cachegen.artifact.summary import stored_values, summarise_levels
 from hf_cachegen.artifact.writer import LOCK_NAME
 from hf_cachegen.config import DTYPE_BYTES
 from hf_cachegen.stores import LocalStore
+from hf_cachegen.stores.download import PART_SUFFIX
 from hf_cachegen.tables import CARD_NAME
 
-UNPUBLISHED = [LOCK_NAME, ".*.tmp", "**/.*.tmp"]
-"""Files of a save in progress."""
+UNPUBLISHED = [
+    LOCK_NAME,
+    *(".*.tmp", "**/.*.tmp"),
+    *(f"*{PART_SUFFIX}", f"*{PART_SUFFIX}/*", f"*/{SCRATCH_PREFIX}*"),
+]
+"""Files of a save or a fetch in progress."""
 
 
 def push_artifact(

@@ -6,7 +6,14 @@ import math
 from collections.abc import Sequence
 
 from hf_cachegen.artifact import LevelRecord
-from hf_cachegen.streaming.controller import FixedLevel, Policy, policy_for
+from hf_cachegen.streaming.controller import (
+    OF_A_TARGET,
+    FixedLevel,
+    Policy,
+    find_level,
+    parse_policy,
+    policy_for,
+)
 
 LOSS_RATIOS = {"delta": 3.75, "transform": 5.8}
 """How many times less a lossy level loses than the next coarser one of its codec. Artefacts do not
@@ -23,6 +30,52 @@ def nominal_losses(levels: Sequence[LevelRecord]) -> list[float]:
     return [0.0 if level.exact else loss for level, loss in zip(levels, losses, strict=True)]
 
 
+def check_request(
+    *,
+    level: str | None = None,
+    policy: str | Policy | None = None,
+    ttft_target_s: float | None = None,
+) -> None:
+    """Refuse arguments of ``from_pretrained`` that make no sense, whatever levels a cache has.
+
+    Raises
+    ------
+    ValueError
+        They exclude each other, one is of a wrong kind, or the policy is unknown.
+    """
+    if level is not None and (policy is not None or ttft_target_s is not None):
+        raise ValueError("expected level, or policy and ttft_target_s; got both")
+    if level is not None and not isinstance(level, str):
+        raise ValueError(f"expected the name of a level, such as 'finest', got level={level!r}")
+    if ttft_target_s is not None and not _is_duration(ttft_target_s):
+        raise ValueError(f"expected a ttft_target_s above 0 seconds, got {ttft_target_s!r}")
+    if isinstance(policy, Policy):
+        if ttft_target_s is not None:
+            raise ValueError(
+                "expected a policy's name with ttft_target_s, got a policy, which has "
+                "a target of its own"
+            )
+        return
+    if policy is None:
+        return
+    if not isinstance(policy, str):
+        raise ValueError(
+            f"expected the name of a policy, such as 'layered', or a Policy, got policy={policy!r}"
+        )
+    kind, _ = parse_policy(policy)
+    if kind in OF_A_TARGET and ttft_target_s is None:
+        raise ValueError(
+            f"policy {policy!r} needs a target, got none; pass ttft_target_s, the seconds to the "
+            "first token"
+        )
+    if kind not in OF_A_TARGET and ttft_target_s is not None:
+        raise ValueError(
+            f"expected no ttft_target_s with policy {policy!r}, which pays no heed to one, got "
+            f"{ttft_target_s}; leave out one of both, or choose a policy that meets targets: "
+            f"{', '.join(OF_A_TARGET)}"
+        )
+
+
 def resolve_policy(
     levels: Sequence[LevelRecord],
     *,
@@ -37,26 +90,23 @@ def resolve_policy(
     ValueError
         The arguments exclude each other, or a name is unknown.
     """
-    if level is not None and (policy is not None or ttft_target_s is not None):
-        raise ValueError("expected level, or policy and ttft_target_s; got both")
-    if ttft_target_s is not None and not _is_duration(ttft_target_s):
-        raise ValueError(f"expected a ttft_target_s above 0 seconds, got {ttft_target_s!r}")
+    check_request(level=level, policy=policy, ttft_target_s=ttft_target_s)
     if isinstance(policy, Policy):
-        if ttft_target_s is not None:
-            raise ValueError(
-                "expected a policy's name with ttft_target_s, got a policy, which has "
-                "a target of its own"
-            )
         return policy
+    names, losses = [record.name for record in levels], nominal_losses(levels)
+    if level is not None:
+        return FixedLevel(find_level(level, names, losses))
     if policy is None and ttft_target_s is None:
-        return FixedLevel(_level(levels, level))
+        return FixedLevel(_finest_lossy(levels))
     nested = n_nested(levels)
-    return policy_for(
+    if policy is None:
         # Simulated and on the clock, it misses least of those that adapt, at the least loss; but
         # only where a refinement costs no more than the difference.
-        policy or ("layered" if nested else "robust"),
-        levels=[record.name for record in levels],
-        losses=nominal_losses(levels),
+        policy = "layered" if nested else "robust"
+    return policy_for(
+        policy,
+        levels=names,
+        losses=losses,
         target_s=ttft_target_s,
         nested=nested,
     )
@@ -76,20 +126,7 @@ def n_nested(levels: Sequence[LevelRecord]) -> int:
     return count if count > 1 else 0
 
 
-def _level(levels: Sequence[LevelRecord], name: str | None) -> int:
-    """Index of a level by name, ``coarsest`` or ``finest``; None is the finest lossy one."""
-    exact = [index for index, record in enumerate(levels) if record.exact]
+def _finest_lossy(levels: Sequence[LevelRecord]) -> int:
+    """Index of the finest lossy level, or of the last one where all are exact."""
     lossy = [index for index, record in enumerate(levels) if not record.exact]
-    if name is None:
-        return lossy[-1] if lossy else len(levels) - 1
-    named = {
-        "coarsest": 0,
-        "finest": exact[0] if exact else len(levels) - 1,
-        **{record.name: index for index, record in enumerate(levels)},
-    }
-    if name not in named:
-        names = ", ".join(record.name for record in levels)
-        raise ValueError(
-            f"unknown level {name!r}; this cache has {names}, and 'coarsest', 'finest'"
-        )
-    return named[name]
+    return lossy[-1] if lossy else len(levels) - 1

@@ -16,7 +16,7 @@ from hf_cachegen.codec.delta import DeltaConfig
 from hf_cachegen.codec.delta_profile import DeltaProfiler
 from hf_cachegen.codec.transform_profile import TransformProfiler
 from hf_cachegen.codec.transform_tables import TransformConfig
-from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES
+from hf_cachegen.config import CHUNK_TOKENS, GRADIENT_SAMPLES, MIN_SAMPLE_TOKENS
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.hf.checkpoint import Checkpoint
 from hf_cachegen.hf.compat import native_layers, runs_one_by_one, token_layers
@@ -25,13 +25,10 @@ from hf_cachegen.hf.describe import config_digest, describe_layout, model_name
 from hf_cachegen.hf.gradients import Gradients, cache_gradients
 from hf_cachegen.hf.prefill import prefill
 from hf_cachegen.layout import KVLayout
-from hf_cachegen.tables import ModelTable
+from hf_cachegen.tables import ModelTable, TableRecord
 
 CONTINUATION_TOKENS = 256
 """At the end of a sample, whose loss is differentiated; at most a quarter of the sample."""
-
-MIN_SAMPLE_TOKENS = 8
-"""A quarter of half of it, the shortest sample there is, is one token to be predicted."""
 
 LABEL_DRAWS = 2
 
@@ -202,9 +199,9 @@ def profile_cache(
     )
 
 
-def is_of_one_cache(table: ModelTable) -> bool:
+def is_of_one_cache(record: TableRecord) -> bool:
     """Whether :func:`profile_cache` made a table, so that no other context has the same."""
-    return any(tables.config == AUTO_CONFIG for tables in table.tables.values())
+    return any(entry.params == AUTO_CONFIG for entry in record.codecs)
 
 
 class _Sample:

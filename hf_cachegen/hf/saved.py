@@ -157,4 +157,4 @@ def _own_table(artifact: Artifact) -> ModelTable | None:
         table = ModelTable.load(artifact.store, reference.folder, codecs=reference.codecs)
     except (StoreError, FormatError, TableMismatch):
         return None
-    return table if is_of_one_cache(table) else None
+    return table if is_of_one_cache(table.record) else None

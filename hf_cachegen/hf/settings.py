@@ -133,7 +133,7 @@ def check_push(
     options
         Further keywords of :func:`push_artifact`.
     token, endpoint
-        As everywhere in huggingface_hub.
+        As everywhere in huggingface_hub, unless they are among the options.
 
     Raises
     ------
@@ -150,6 +150,7 @@ def check_push(
     if unknown := sorted(options.keys() - known):
         raise ValueError(f"unknown {', '.join(unknown)}; a push takes {', '.join(sorted(known))}")
     validate_repo_id(repo_id)
+    token, endpoint = options.get("token", token), options.get("endpoint", endpoint)
     try:
         _check_token(endpoint, get_token() if token is None else token)
     except (HTTPError, OSError) as error:

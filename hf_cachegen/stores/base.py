@@ -32,9 +32,12 @@ class Store(ABC):
     ----------
     location
         Where the files are, for messages; it carries no credentials.
+    is_closed
+        Whether :meth:`close` was called.
     """
 
     location: str
+    is_closed: bool = False
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, max_bytes: int) -> bytes:
         """Read a whole file, or ``size`` bytes of it from ``offset`` on.
@@ -90,8 +93,9 @@ class Store(ABC):
     ) -> Generator[bytes, None, None]:
         """Yield ``size`` bytes (None: the rest of the file, if at most ``max_bytes``)."""
 
-    def close(self) -> None:  # noqa: B027 - a store without connections has nothing to close
+    def close(self) -> None:
         """Release connections. Transfers in progress end with a StoreError."""
+        self.is_closed = True
 
     def __enter__(self) -> Self:
         return self

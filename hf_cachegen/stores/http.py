@@ -57,4 +57,5 @@ class HttpStore(Store):
         return self._url.copy_with(raw_path=raw_path)
 
     def close(self) -> None:
+        super().close()
         self._client.close()

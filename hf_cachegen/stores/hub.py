@@ -148,6 +148,7 @@ class HubStore(Store):
         return Path(folder) / self._prefix
 
     def close(self) -> None:
+        super().close()
         self._client.close()
 
     def _pieces(

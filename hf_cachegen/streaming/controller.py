@@ -11,6 +11,7 @@ from hf_cachegen.streaming.robust import RobustPolicy
 
 __all__ = [
     "OF_A_LEVEL",
+    "OF_A_TARGET",
     "TEXT",
     "FixedLevel",
     "LayeredPolicy",
@@ -21,13 +22,18 @@ __all__ = [
     "Soonest",
     "StreamState",
     "TextOnly",
+    "find_level",
     "for_each_level",
+    "parse_policy",
     "policy_for",
 ]
 
 
 OF_A_LEVEL = ("fixed", "soonest")
 """Policies whose name goes on with ``:<level>``."""
+
+OF_A_TARGET = ("paper", "robust", "layered")
+"""Policies that are to meet a time to first token, which the others have no use for."""
 
 
 def for_each_level(name: str, levels: Sequence[str]) -> list[str]:
@@ -108,6 +114,30 @@ class PaperPolicy(Policy):
         return max(fitting, default=state.smallest_level())
 
 
+def parse_policy(name: str) -> tuple[str, str]:
+    """The kind of policy that a name means, and its level; "" for kinds that are not of one.
+
+    Raises
+    ------
+    ValueError
+        There is no such policy, or its level is missing.
+    """
+    kind, _, level = name.partition(":")
+    if kind in OF_A_LEVEL:
+        if not level:
+            raise ValueError(
+                f"policy {name!r} lacks its level; expected {kind}:<level>, such as {kind}:finest"
+            )
+        return kind, level
+    if name not in ("text", *OF_A_TARGET):
+        single = ", ".join(f"{kind}:<level>" for kind in OF_A_LEVEL)
+        *others, last = ("text", *OF_A_TARGET)
+        raise ValueError(
+            f"unknown policy {name!r}; expected {single}, {', '.join(others)} or {last}"
+        )
+    return name, ""
+
+
 def policy_for(
     name: str,
     *,
@@ -121,11 +151,13 @@ def policy_for(
     Parameters
     ----------
     name
-        ``fixed:<level>``, ``soonest:<level>``, ``text``, ``paper``, ``robust`` or ``layered``.
+        ``fixed:<level>``, ``soonest:<level>``, ``text``, ``paper``, ``robust`` or ``layered``. A
+        level goes by its name, or is the ``coarsest`` or the ``finest``, which is the first exact
+        one where there is one.
     levels, losses
         Names of the levels, coarse to fine, and the loss of quality of each; 0 for exact ones.
     target_s
-        Time to first token to meet; ``paper``, ``robust`` and ``layered`` need it.
+        Time to first token to meet; :data:`OF_A_TARGET` need it, the others ignore it.
     nested
         How many of the coarsest levels nest, see :class:`LayeredPolicy`.
 
@@ -134,19 +166,12 @@ def policy_for(
     ValueError
         The name or the level is unknown, or the target is missing.
     """
-    kind, _, level = name.partition(":")
+    kind, level = parse_policy(name)
     if kind in OF_A_LEVEL:
-        if level not in levels:
-            raise ValueError(f"unknown level {level!r}; expected one of {', '.join(levels)}")
-        index = list(levels).index(level)
+        index = find_level(level, levels, losses)
         return FixedLevel(index) if kind == "fixed" else Soonest(index)
     if name == "text":
         return TextOnly()
-    if name not in ("paper", "robust", "layered"):
-        raise ValueError(
-            f"unknown policy {name!r}; expected fixed:<level>, soonest:<level>, text, paper, "
-            "robust or layered"
-        )
     if target_s is None or target_s <= 0:
         raise ValueError(f"policy {name!r} needs a target of more than 0 seconds, got {target_s}")
     if name == "layered":
@@ -156,3 +181,24 @@ def policy_for(
     if name == "paper":
         return PaperPolicy(target_s, first_level)
     return RobustPolicy(target_s, losses, first_level)
+
+
+def find_level(name: str, levels: Sequence[str], losses: Sequence[float]) -> int:
+    """Index of a level; the arguments are as for :func:`policy_for`.
+
+    Raises
+    ------
+    ValueError
+        There is no such level; the message lists those that there are.
+    """
+    exact = [index for index, loss in enumerate(losses) if loss == 0]
+    named = {
+        "coarsest": 0,
+        "finest": exact[0] if exact else len(levels) - 1,
+        **{level: index for index, level in enumerate(levels)},
+    }
+    if name not in named:
+        raise ValueError(
+            f"unknown level {name!r}; expected one of {', '.join(levels)}, coarsest or finest"
+        )
+    return named[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Collection, Mapping
@@ -209,6 +210,10 @@ def path_in(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
+new_hash = functools.partial(hashlib.blake2b, digest_size=16)
+"""Makes the hash object of a table's digests."""
+
+
 def digest_of(data: bytes) -> str:
     """BLAKE2b of some bytes, 32 hex digits."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return new_hash(data).hexdigest()

@@ -105,15 +105,42 @@ class ModelTable:
         TableMismatch
             The table lacks one of the codecs.
         """
-        record = TableRecord.read(store, folder).subset(codecs)
+        return cls.read(TableRecord.read(store, folder).subset(codecs), store, folder)
+
+    @classmethod
+    def read(cls, record: TableRecord, store: Store, folder: str = "") -> ModelTable:
+        """Read and check the files of a record that was read; else as :meth:`load`."""
+        payloads = {
+            entry.file_name: intact(
+                partial(_read, store, path_in(folder, entry.file_name), entry.arrays)
+            )
+            for entry in record.codecs
+        }
+        return cls.parse(record, payloads, f"{store.location}/{folder}".rstrip("/"))
+
+    @classmethod
+    def parse(cls, record: TableRecord, payloads: Mapping[str, bytes], where: str) -> ModelTable:
+        """The table of a record and its files.
+
+        Parameters
+        ----------
+        record
+            What the files are said to hold.
+        payloads
+            By name, bytes that the record's digests are of.
+        where
+            Folder that they come from, for messages.
+
+        Raises
+        ------
+        FormatError
+            A file is not what the record says.
+        """
         tables: dict[str, CodecTables] = {}
-        payloads: dict[str, bytes] = {}
         for entry in record.codecs:
-            path = path_in(folder, entry.file_name)
-            payload = intact(partial(_read, store, path, entry.arrays))
-            arrays = _to_arrays(payload, f"{path} in {store.location}")
+            name = entry.file_name
+            arrays = _to_arrays(payloads[name], f"{name} in {where}")
             tables[entry.codec] = entry.tables(record.layout, arrays)
-            payloads[entry.file_name] = payload
         return cls(record, tables, payloads)
 
     @classmethod
@@ -136,7 +163,7 @@ class ModelTable:
 
     def size_bytes(self) -> int:
         """Length of the table's files, without a card."""
-        return sum(map(len, self._files().values()))
+        return sum(map(len, self.files().values()))
 
     def check_layout(self, layout: KVLayout) -> None:
         """Raise TableMismatch unless the table was profiled on a model that caches the same."""
@@ -179,7 +206,7 @@ class ModelTable:
         TableMismatch
             The table lacks one of the codecs.
         """
-        target, files = Path(folder), self._files(codecs)
+        target, files = Path(folder), self.files(codecs)
         if not holds_files(target, files):
             check_replaceable(target)
             replace_folder(target, files)
@@ -187,7 +214,8 @@ class ModelTable:
             (target / CARD_NAME).write_text(card, encoding="utf-8")
         return target
 
-    def _files(self, codecs: Collection[str] | None = None) -> dict[str, bytes]:
+    def files(self, codecs: Collection[str] | None = None) -> dict[str, bytes]:
+        """The bytes of the table's files by name, or of those that some codecs need."""
         record = self.record.subset(codecs)
         names = [entry.file_name for entry in record.codecs]
         return {RECORD_NAME: record.to_bytes(), **{name: self.payloads[name] for name in names}}

@@ -69,8 +69,25 @@ def test_folder_that_can_be_made_or_written_to(tmp_path: Path, monkeypatch: Any)
             check_writable(folder)
 
 
-def test_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The system's answer is made up, since a superuser may write anywhere.
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(StoreError, match=f"no permission to write to {tmp_path}"):
-        check_writable(tmp_path / "a")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can add to")
+@pytest.mark.parametrize("folder", [Path("/proc/a"), Path("/proc/self"), Path("/proc/self/a/b")])
+def test_folder_that_nobody_can_write_to(folder: Path) -> None:
+    """Not even a superuser, whom permissions do not stop."""
+    with pytest.raises(StoreError, match=f"cannot write to {folder}: .*; choose another folder"):
+        check_writable(folder)
+
+
+def test_folder_without_permission(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    if os.access(closed, os.W_OK):
+        pytest.skip("a superuser may write anywhere")
+    for folder in (closed, closed / "a"):
+        with pytest.raises(StoreError, match=f"cannot write to {folder}: Permission denied"):
+            check_writable(folder)
+
+
+def test_name_that_no_folder_can_have(tmp_path: Path) -> None:
+    for folder in (tmp_path / ("a" * 300), tmp_path / ("a" * 300) / "b"):
+        with pytest.raises(StoreError, match=r"cannot write to .*; choose another folder"):
+            check_writable(folder)

@@ -220,8 +220,15 @@ def test_folder_of_something_else_is_refused(
     first = save(tmp_path, range(20))
     changes: list[tuple[dict[str, object], str]] = [
         ({"identity": identity.model_copy(update={"weights": "ff" * 16})}, "weights: expected 'ff"),
-        ({"levels": levels[1:]}, "levels: expected 1 entries, found 2"),
-        ({"levels": (levels[0].model_copy(update={"name": "x"}), levels[1])}, r"levels\[0\]\.name"),
+        ({"levels": levels[1:]}, r"levels: expected \['raw'\], found \['low', 'raw'\]"),
+        (
+            {"levels": (levels[0].model_copy(update={"name": "x"}), levels[1])},
+            r"levels: expected \['x', 'raw'\], found \['low', 'raw'\]",
+        ),
+        (
+            {"levels": (levels[0].model_copy(update={"params": {"bits": 4}}), levels[1])},
+            r"levels\['low'\]\.params\.bits: expected 4, found 3",
+        ),
         ({"chunk_tokens": 9}, "chunk_tokens: expected 9, found 8"),
     ]
     for change, message in changes:

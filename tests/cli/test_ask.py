@@ -21,6 +21,7 @@ def ask(model: Path, cache: Path, *options: str) -> Any:
     [
         ["--policy", "text"],
         ["--policy", "fixed:lossless"],
+        ["--policy", "soonest:finest"],
         ["--ttft-target", "30"],
         ["--policy", "layered", "--ttft-target", "30"],
     ],
@@ -46,7 +47,10 @@ def test_verbose_tells_each_chunk(tiny_model_folder: Path, encoded: Path):
     [
         (["--level", "lossless", "--policy", "text"], "got both"),
         (["--level", "lossless", "--ttft-target", "1"], "got both"),
-        (["--policy", "paper"], "needs a target"),
+        (["--policy", "paper"], "needs a target, got none; pass --ttft-target"),
+        (["--policy", "text", "--ttft-target", "1"], "no --ttft-target with policy 'text'"),
+        (["--policy", "fixed:raw", "--ttft-target", "1"], "no --ttft-target with policy 'fixed"),
+        (["--policy", "soonest:finest", "--ttft-target", "1"], "no --ttft-target with policy"),
         (["--policy", "fastest", "--ttft-target", "1"], "unknown policy 'fastest'"),
         (["--policy", "fixed:best"], "unknown level 'best'"),
     ],

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from hf_cachegen import push_artifact
 from hf_cachegen.cli import models
-from hf_cachegen.tables import ModelTable
+from hf_cachegen.tables import TableRecord
 
 
 @pytest.fixture
@@ -19,8 +19,17 @@ def no_model(monkeypatch):
     monkeypatch.setattr(models, "load_model", None)  # would not be callable
 
 
+@pytest.fixture(scope="module")
+def table(run, tiny_model_folder, document, tmp_path_factory):
+    """The folder of a table for ``delta``."""
+    folder = tmp_path_factory.mktemp("tables") / "table"
+    profile = ("profile", tiny_model_folder, "--text", document, "--sample-tokens", 100)
+    run(*profile, "-o", folder, "--codecs", "delta", "--max-samples", 2)
+    return folder
+
+
 @pytest.fixture
-def places(tmp_path, document, encoded):
+def places(tmp_path, document, encoded, table):
     """Names for paths in the arguments of a test."""
     (tmp_path / "file").write_text("")
     (tmp_path / "notes").mkdir()
@@ -30,6 +39,7 @@ def places(tmp_path, document, encoded):
     return {
         "document": document,
         "cache": encoded,
+        "table": table,
         "short": short,
         "new": tmp_path / "new",
         "file": tmp_path / "file",
@@ -41,6 +51,7 @@ def places(tmp_path, document, encoded):
 ENCODE = "encode model --text {document}"
 PROFILE = "profile model --text {document}"
 GENERATE = "generate model {cache} --question ?"
+STREAM = "bench stream model --text {document} --table"
 BENCH = "bench codec model --text {document} --calibration {short}"
 MISTAKES = [
     (f"{ENCODE} -o {{new}} --levels delta-9", "unknown level 'delta-9'; expected some of delta-0"),
@@ -50,6 +61,11 @@ MISTAKES = [
     (f"{ENCODE} -o {{file}}", "file is a file"),
     (f"{ENCODE} -o {{file}}/new", "file is a file"),
     (f"{ENCODE} --into {{file}}/new", "file is a file"),
+    (f"{ENCODE} -o /dev/null/new", "cannot write to"),
+    (f"{ENCODE} -o {{notes}}/{'a' * 300}", "cannot write to"),
+    (f"{ENCODE} -o {{new}} --levels ,", "unknown level (none given)"),
+    (f"{ENCODE}", "got 1 document with no folder"),
+    (f"{PROFILE} -o {{new}} --codecs ,", "unknown (none given)"),
     (f"{PROFILE} -o {{file}}", "file is a file"),
     (f"{PROFILE} -o {{file}}/new", "file is a file"),
     (f"{PROFILE} -o {{notes}}", "holds other files"),
@@ -58,7 +74,19 @@ MISTAKES = [
     (f"{GENERATE} --level delta-9", "unknown level 'delta-9'"),
     (f"{GENERATE} --policy fastest", "unknown policy 'fastest'"),
     (f"{GENERATE} --policy paper", "needs a target"),
-    (f"{GENERATE} --ttft-target -1", "above 0 seconds"),
+    (f"{GENERATE} --policy soonest", "lacks its level; expected soonest:<level>"),
+    (f"{GENERATE} --policy text --ttft-target 1", "no --ttft-target with policy 'text'"),
+    (f"{GENERATE} --ttft-target -1", "above 0"),
+    (f"{STREAM} {{table}} --source fast", "unknown source 'fast'"),
+    (f"{STREAM} {{table}} --source text fixed:best", "unknown level 'best'"),
+    (f"{STREAM} {{table}} --source text:delta-0", "unknown policy 'text:delta-0'"),
+    (f"{STREAM} {{table}} --source soonest: layered", "lacks its level"),
+    (f"{STREAM} {{table}} --levels delta-9", "unknown level 'delta-9'; expected some of delta-0"),
+    (f"{STREAM} {{table}} --levels delta-1 --source fixed:delta-2", "unknown level 'delta-2'"),
+    (f"{STREAM} {{table}} --chunk-tokens 9999999", "chunks of 1 to"),
+    (f"{STREAM} {{table}} --trace {{short}}", "line 1"),
+    (f"{STREAM} {{missing}}", "existing folder"),
+    (f"{STREAM} {{notes}}", "table.json"),
     ("generate model {missing} --question ?", "expected an existing folder"),
     ("generate model {notes} --question ?", "cache.json"),
     (f"{BENCH} --codec zip", "unknown codec 'zip'; expected one of transform, delta, lossless"),
@@ -90,6 +118,9 @@ def test_a_repository_without_a_cache_is_told_before_a_model_is_loaded(
     options = ("--question", "?", "--endpoint", hub.endpoint, "--token", hub.token)
     generate = ("generate", "model", "me/contract", *options)
     assert "no repository" in refuse(*generate)
+    for name in ("fastest", "soonest", "paper"):
+        assert f"policy '{name}'" in refuse(*generate, "--policy", name)
+    assert "no --ttft-target" in refuse(*generate, "--policy", "text", "--ttft-target", 1)
     HfApi(**at).create_repo("me/contract")
     assert "cache.json" in refuse(*generate)
     shutil.copytree(encoded, tmp_path / "push")
@@ -125,24 +156,42 @@ def test_a_folder_of_something_else_is_told_before_the_model_runs(
     assert "--overwrite" in refuse(*encode, "--tables", "none", "--chunk-tokens", 200)
 
 
-def test_a_table_is_read_once_for_all_documents(
-    run, tiny_model_folder, document, tmp_path, monkeypatch
+@pytest.mark.parametrize("command", [ENCODE, PROFILE])
+def test_a_folder_without_a_name_is_not_the_one_at_hand(refuse, no_model, places, command):
+    arguments = [word.format(**places) for word in command.split()]
+    line = refuse(*arguments, "-o", "")
+    assert "'-o'" in line
+    assert "expected the name of a folder" in line
+
+
+def test_links_that_the_kernel_cannot_shape_are_told_before_a_model_is_loaded(
+    refuse, no_model, places, monkeypatch
 ):
-    profile = ("profile", tiny_model_folder, "--text", document, "--sample-tokens", 100)
-    run(*profile, "-o", tmp_path / "table", "--codecs", "delta", "--max-samples", 2)
+    def check(*, delays=False):
+        if delays:
+            raise OSError("no netem")
+
+    monkeypatch.setattr("hf_cachegen.bench.stream.check_kernel_links", check)
+    arguments = [word.format(**places) for word in (*STREAM.split(), "{table}")]
+    assert "no netem" in refuse(*arguments, "--shaper", "tc", "--latency-ms", 1)
+
+
+def test_a_table_is_read_once_for_all_documents(
+    run, tiny_model_folder, document, table, tmp_path, monkeypatch
+):
     documents = [tmp_path / f"{name}.txt" for name in "abc"]
     for count, path in enumerate(documents):
         path.write_text(document.read_text()[100 * count :])
     loads: list[Path] = []
-    load = ModelTable.load.__func__
+    read = TableRecord.read.__func__  # with which every load begins
 
     def counting(cls, store, *args, **options):
         loads.append(Path(store.location))
-        return load(cls, store, *args, **options)
+        return read(cls, store, *args, **options)
 
-    monkeypatch.setattr(ModelTable, "load", classmethod(counting))
-    encode = ("encode", tiny_model_folder, "--tables", tmp_path / "table", "--text", *documents)
+    monkeypatch.setattr(TableRecord, "read", classmethod(counting))
+    encode = ("encode", tiny_model_folder, "--tables", table, "--text", *documents)
     for _ in range(2):
         run(*encode, "--into", tmp_path / "caches")
-        assert loads == [tmp_path / "table"]
+        assert loads == [table]
         loads.clear()

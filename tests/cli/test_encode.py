@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -116,7 +117,9 @@ def test_launched_killed_and_launched_again(run, tmp_path, corpus, tiny_model_fo
             process.communicate(timeout=LAUNCH_S) for process in (main, other)
         )
     assert main.returncode != 0 != other.returncode
-    assert f"{N_DOCUMENTS - len(before)} caches written, {len(before)} were already" in stdout
+    told = re.search(r"(\d+) caches? written, (\d+) already there", stdout)
+    assert told is not None
+    assert tuple(map(int, told.groups())) == (N_DOCUMENTS - len(before), len(before))
     assert silent == ""
     assert stderr.count("latin.txt: expected UTF-8") == stderr.count("hf-cachegen: error") == 1
     assert "document/s" in stderr
@@ -134,9 +137,9 @@ def test_launched_killed_and_launched_again(run, tmp_path, corpus, tiny_model_fo
 def test_only_what_is_new_is_encoded(run, tmp_path, corpus, tiny_model_folder):
     out = tmp_path / "caches"
     arguments = ("encode", tiny_model_folder, *SETTINGS, "--into", out, "--text")
-    assert "4 caches written, 0 were" in run(*arguments, *corpus[:4])
+    assert "4 caches written, 0 already there" in run(*arguments, *corpus[:4])
     before = written_at(out)
-    assert "1 caches written, 4 were" in run(*arguments, *corpus[:5])
+    assert "1 cache written, 4 already there" in run(*arguments, *corpus[:5])
     assert before.items() <= written_at(out).items()
     one = ("encode", tiny_model_folder, *SETTINGS, "--text", corpus[0], "-o", out / corpus[0].stem)
     assert "already in" in run(*one)
@@ -153,7 +156,7 @@ def test_a_failure_keeps_nothing_from_being_done(tmp_path, corpus, tiny_model_fo
     corpus[2].write_text("Something.")
     result = encode(*arguments)
     assert result.exit_code == 1
-    assert "1 caches written, 1 were" in result.stdout
+    assert "1 cache written, 1 already there" in result.stdout
     (line,) = [line for line in result.stderr.splitlines() if "error" in line]
     assert f"{corpus[1]}: " in line
     assert "--overwrite" in line
@@ -168,9 +171,9 @@ def test_a_document_that_another_run_works_on_is_left_to_it(
     arguments = ("encode", tiny_model_folder, "--into", claims.parent, "--text", *corpus[:2])
     with filelock.FileLock(claims / f"{corpus[1].stem}.lock"):
         stdout = run(*arguments)
-    assert "1 caches written" in stdout
-    assert "1 left to another run" in stdout
-    assert "1 caches written, 1 were" in run(*arguments)
+    assert "1 cache written" in stdout
+    assert "1 document left to another run" in stdout
+    assert "1 cache written, 1 already there" in run(*arguments)
 
 
 @pytest.mark.parametrize("n_processes", [1, 2, 3, 7])
@@ -189,9 +192,9 @@ def test_shares_are_even_and_nobody_elses(corpus, n_processes):
 def test_where_to_is_said_once(refuse, tmp_path, corpus, tiny_model_folder):
     model = ("encode", tiny_model_folder, "--text")
     one, many = ("-o", tmp_path / "a"), ("--into", tmp_path / "b")
-    assert "got 2 documents and -o" in refuse(*model, *corpus[:2], *one)
-    assert "neither" in refuse(*model, corpus[0])
-    assert "both" in refuse(*model, corpus[0], *one, *many)
+    assert "got 2 documents with -o" in refuse(*model, *corpus[:2], *one)
+    assert "got 1 document with no folder" in refuse(*model, corpus[0])
+    assert "got 1 document with -o and --into" in refuse(*model, corpus[0], *one, *many)
     twin = tmp_path / corpus[0].name
     twin.write_text("Something else.")
     assert "rename one" in refuse(*model, corpus[0], twin, *many)

@@ -13,6 +13,7 @@ from hf_cachegen import ModelTable, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.bench.link import LinkServer, Reset
 from hf_cachegen.cli import app
+from hf_cachegen.hf import codecs
 from hf_cachegen.hf.table_hub import push_table
 from hf_cachegen.stores import LocalStore
 
@@ -231,7 +232,7 @@ def test_levels_of_transform_from_profile_to_answer(
 
 
 def test_fetch_brings_what_a_cache_uses_of_a_table_on_the_hub(
-    run, hub, tmp_path, tiny_model, tiny_tokenizer, tiny_text, random_transform_tables
+    run, hub, monkeypatch, tmp_path, tiny_model, tiny_tokenizer, tiny_text, random_transform_tables
 ):
     delta = profile_model(tiny_model, tiny_tokenizer, {"a": tiny_text}, sample_tokens=200)
     both = ModelTable.build(
@@ -243,11 +244,11 @@ def test_fetch_brings_what_a_cache_uses_of_a_table_on_the_hub(
     levels = ["delta-1", "lossless"]
     context = (tiny_model, tiny_tokenizer, tiny_text, tmp_path / "kv")
     save_cache(*context, tables="me/table", levels=levels, **options)
-    shutil.rmtree(tmp_path / "hub-cache")
+    monkeypatch.setattr(codecs, "HF_HOME", str(tmp_path / "hf-home"))
     at = ("--endpoint", hub.endpoint, "--token", hub.token)
     run("fetch", tmp_path / "kv", "-o", tmp_path / "copy", *at)
-    fetched = {path.name for path in (tmp_path / "hub-cache").glob("*/snapshots/*/*")}
-    assert fetched == {"table.json", "delta.safetensors"}
+    kept = {path.name for path in (tmp_path / "hf-home").rglob("*.*") if path.is_file()}
+    assert kept == {"table.json", "delta.safetensors"}
     assert "transform" in json.loads(run("info", "me/table", "--json", *at))["codecs"]
 
 

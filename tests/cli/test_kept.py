@@ -36,7 +36,7 @@ def test_info_tells_what_is_kept(run: Run, folder: Path) -> None:
     facts = json.loads(run("info", folder, "--json"))
     assert (facts["tokens"], facts["kept"]) == (60, 30)
     assert facts["raw_bytes"] == 30 * 3 * 2 * 2 * 16 * 4
-    assert "60, 30 of them kept by each head in 1 chunks" in run("info", folder)
+    assert "60, 30 of them kept by each head in 1 chunk" in run("info", folder)
 
 
 def test_copied_with_what_is_kept(

@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+from tqdm import tqdm
 from typer.testing import CliRunner
 
-from hf_cachegen.cli import app
+from hf_cachegen.cli import app, bench, inspect
 
 COMMAND = Path(sys.executable).with_name("hf-cachegen")
 
@@ -57,6 +60,8 @@ def test_light_commands_import_nothing_heavy(encoded, arguments):
         (["encode", "model", "--text", "no.txt", "-o", "x"], "no.txt"),
         (["generate", "model", "cache"], "--question"),
         (["verify", "no-such-folder"], "existing folder"),
+        (["simulate", "--policy", "fastest"], "unknown policy 'fastest'"),
+        (["simulate", "--plot", "no-such-folder/x.png"], "existing folder, got no-such-folder"),
         (["plan", "./no-model", "--context", "9", "--link-gbps", "1"], "no-model"),
         (["encode", "./no-model", "--text", "{document}", "-o", "x"], "no-model"),
     ],
@@ -80,6 +85,37 @@ def test_the_installed_command(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def number_options() -> Iterator[tuple[tuple[str, ...], str]]:
+    """(command, option) for every option of a command that takes numbers."""
+    for prefix, commands in (((), app), (("bench",), bench.app)):
+        for command in commands.registered_commands:
+            words = (*prefix, command.name or command.callback.__name__)
+            hints = get_type_hints(command.callback, include_extras=True)
+            for name, hint in hints.items():
+                kinds = {hint, *get_args(hint)}
+                kinds |= {kind for outer in kinds for kind in get_args(outer)}
+                kinds |= {kind for outer in kinds for kind in get_args(outer)}
+                if kinds & {int, float}:
+                    yield words, "--" + name.replace("_", "-")
+
+
+OF_0_OR_MORE = {"--seed", "--latency-ms"}
+
+
+def test_there_are_options_that_take_numbers():
+    found = set(number_options())
+    for command, option in (("plan", "--link-gbps"), ("encode", "--chunk-tokens")):
+        assert ((command,), option) in found
+    assert (("bench", "stream"), "--link-mbps") in found
+
+
+@pytest.mark.parametrize(("command", "option"), sorted(number_options()))
+def test_numbers_that_make_no_sense_are_refused_by_name(refuse, command, option):
+    zero = () if option in OF_0_OR_MORE else ("0", "-0.0")
+    for number in ("inf", "-inf", "nan", "-1", "-1e-9", "1e999", "many", "", *zero):
+        assert f"'{option}'" in refuse(*command, option, number)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_an_interrupt_ends_with_130():
     script = (
@@ -91,4 +127,15 @@ def test_an_interrupt_ends_with_130():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == 128 + signal.SIGINT
-    assert b"Traceback" not in done.stderr
+    assert done.stderr == b"hf-cachegen: interrupted\n"
+
+
+def test_an_interrupt_is_told_after_the_bars(monkeypatch):
+    def interrupted(*arguments):
+        for _ in tqdm(range(2), "encode"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect, "_installation", interrupted)
+    result = CliRunner().invoke(app, ["info"])
+    assert result.exit_code == 130
+    assert result.stderr.endswith("\nhf-cachegen: interrupted\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from hf_cachegen.bench.link import LinkServer
 from hf_cachegen.bench.simulate import LADDERS
 from hf_cachegen.cli.arithmetic import (
     TYPICAL_CODECS,
@@ -27,6 +29,7 @@ from hf_cachegen.cli.arithmetic import (
 from hf_cachegen.codec.delta import DeltaConfig
 from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.errors import UnsupportedError
+from hf_cachegen.hf import codecs
 from hf_cachegen.hf.contents import cached_layers
 from hf_cachegen.hf.describe import describe_layout
 from hf_cachegen.hf.estimate import estimate_layout, estimate_states_bytes
@@ -192,7 +195,8 @@ def test_the_command(run, refuse, tiny_model_folder, tmp_path):
     assert "A cache helps" in run(*arguments, "--prefill-s", 2)
     assert "does not help" in run(*arguments, "--prefill-s", 1e-6)
     assert "expected one of" in refuse(*arguments, "--prefill-s", 2, "--measure")
-    assert "positive" in refuse(*arguments, "--prefill-s", -2)
+    assert "folder or Hub id with --measure, got the file" in refuse(*arguments, "--measure")
+    assert "above 0, got -2" in refuse(*arguments, "--prefill-s", -2)
 
 
 def test_a_measured_prefill(run, tiny_model_folder):
@@ -243,6 +247,37 @@ def test_sizes_of_a_table(run, refuse, tables, tiny_model_folder, tmp_path):
     config.save_pretrained(tmp_path)
     other = ("plan", tmp_path, *arguments[2:])
     assert "another layout than this model" in refuse(*other, both)
+
+
+def test_table_that_is_not_at_hand_is_counted_once(
+    run, tables, tiny_model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(codecs, "HF_HOME", str(tmp_path))
+    folder = tables("transform", "delta")
+    arguments = ("plan", tiny_model_folder, "--context", 1000, "--link-gbps", 0.1, "--table")
+    at_hand = json.loads(run(*arguments, folder, "--json"))
+    assert at_hand["table_bytes"] == {}
+    assert all(level["first_load_s"] == level["load_s"] for level in at_hand["levels"])
+    with LinkServer(folder) as server:
+        found = json.loads(run(*arguments, server.url, "--json"))
+        assert found["table_bytes"] == {
+            codec: (folder / f"{codec}.safetensors").stat().st_size
+            for codec in ("transform", "delta")
+        }
+        for level, other in zip(found["levels"], at_hand["levels"], strict=True):
+            table_s = 8 * found["table_bytes"].get(level["codec"], 0) / 1e8
+            assert level["load_s"] == other["load_s"]
+            assert level["first_load_s"] == pytest.approx(level["load_s"] + table_s)
+        shutil.rmtree(tmp_path / "hf-cachegen")
+        shown = run(*arguments, server.url, "--prefill-s", 10)
+        size = found["table_bytes"]["transform"]
+        assert f"{size / 1e6:.2f} MB to fetch, once for all caches of the model" in shown
+        assert "first load" in shown
+        assert "s with the table, the first time" in shown
+        # Now it is at hand.
+        assert json.loads(run(*arguments, server.url, "--json"))["table_bytes"] == {}
+        assert "first load" not in run(*arguments, server.url)
+    assert "name it with --table" in run(*arguments[:-1])
 
 
 def test_levels_whose_size_nobody_knows_are_left_out(run, tables, tiny_model_folder):

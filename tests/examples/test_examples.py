@@ -37,7 +37,7 @@ def test_scripts_save_a_context_and_answer_from_it(run_example: RunExample, tmp_
     document, cache = tmp_path / "reference.txt", tmp_path / "reference-kv"
     document.write_text(documents("evaluation")["prose-05"], encoding="utf-8")
     saved = run_example("save_context.py", document, cache, "--max-tokens", str(CONTEXT_TOKENS))
-    assert saved.startswith(f"{CONTEXT_TOKENS} tokens in 1 chunks")
+    assert saved.startswith(f"{CONTEXT_TOKENS} tokens in 1 chunk")
     assert [line.split()[0] for line in saved.splitlines()[1:]][-1] == "lossless"
 
     question = "What does the return statement do?"

@@ -11,6 +11,8 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -36,6 +38,18 @@ CONTEXT_TOKENS = 70
 CHUNK_TOKENS = 32  # 70 = 32 + 32 + 6
 WINDOW = 16
 LEVELS = ("delta-0", "delta-1", "delta-2", "delta-3", "lossless", "raw")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "since(version): needs this transformers, which first serves a model"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("since"):
+        if Version(transformers.__version__) < Version(*mark.args):
+            pytest.skip(f"needs transformers {mark.args[0]}")
 
 
 @pytest.fixture(scope="session")

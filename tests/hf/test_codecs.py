@@ -85,9 +85,9 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def fetched(tmp_path: Path) -> set[str]:
-    """Names of the table's files in the Hugging Face cache."""
-    return {path.name for path in (tmp_path / "hub-cache").glob("*/snapshots/*/*")}
+def kept(table_cache: Path) -> set[str]:
+    """Names of the files in the table cache but the records."""
+    return {path.name for path in table_cache.rglob("*.*") if path.is_file()} - {RECORD_NAME}
 
 
 def load(llama: Any, folder: Path, **options: Any) -> CompressedStreamingCache:
@@ -147,6 +147,7 @@ def test_table_that_its_repository_no_longer_holds_is_refused(
     options = {"endpoint": hub.endpoint, "token": hub.token}
     push_table(table.save(tmp_path / "table"), "me/table", **options)
     save_cache(llama.model, None, llama.ids, tmp_path / "a", tables="me/table", **options)
+    shutil.rmtree(tmp_path / "hf-home")
     other = llama.load().table()
     push_table(other.save(tmp_path / "other"), "me/table", **options)
     digests = [one.record.digests["delta"] for one in (table, other)]
@@ -200,16 +201,20 @@ def test_only_the_codec_of_a_level_is_read(
 
 
 def test_reader_fetches_one_file_of_a_table_on_the_hub(
-    llama: Any, both: ModelTable, published_table: dict[str, Any], tmp_path: Path
+    llama: Any,
+    both: ModelTable,
+    published_table: dict[str, Any],
+    table_cache: Path,
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "a"
     levels = ["delta-0", "lossless"]
     save_cache(
         llama.model, None, llama.ids, folder, tables="me/table", levels=levels, **published_table
     )
-    shutil.rmtree(tmp_path / "hub-cache")
+    shutil.rmtree(table_cache)
     load(llama, folder, **published_table)
-    assert fetched(tmp_path) == {RECORD_NAME, DELTA}
+    assert kept(table_cache) == {DELTA}
 
 
 def test_whole_table_is_fetched_when_it_is_asked_for(
@@ -219,9 +224,9 @@ def test_whole_table_is_fetched_when_it_is_asked_for(
     store = LocalStore(tmp_path)
     codecs = level_codecs(both, reference, store, hub_options=published_table)
     assert codecs[0].name == "delta"
-    assert fetched(tmp_path) == {RECORD_NAME, DELTA}
+    assert kept(table_cache) == {DELTA}
     assert codecs.table().record == both.record
-    assert fetched(tmp_path) == {RECORD_NAME, DELTA, TRANSFORM}
+    assert kept(table_cache) == {DELTA, TRANSFORM}
     assert names_in(table_cache / reference.codecs["transform"]) == {RECORD_NAME, TRANSFORM}
     # From now on the table cache has it all, so the Hub need not be there.
     offline = {"endpoint": "http://127.0.0.1:9", "cache_dir": tmp_path / "nothing"}

@@ -12,10 +12,12 @@ from hf_cachegen.hf.policies import (
     resolve_policy,
 )
 from hf_cachegen.streaming.controller import (
+    OF_A_TARGET,
     FixedLevel,
     LayeredPolicy,
     PaperPolicy,
     RobustPolicy,
+    Soonest,
     TextOnly,
 )
 
@@ -38,8 +40,34 @@ LEVELS = ladder(False, False, False, True, True)
         (ladder(False, False), "finest", 1),
     ],
 )
-def test_levels(levels: list[LevelRecord], name: str | None, index: int) -> None:
+def test_levels_go_by_the_same_names_everywhere(
+    levels: list[LevelRecord], name: str | None, index: int
+) -> None:
     assert resolve_policy(levels, level=name) == FixedLevel(index)
+    if name is not None:
+        assert resolve_policy(levels, policy=f"fixed:{name}") == FixedLevel(index)
+        assert resolve_policy(levels, policy=f"soonest:{name}") == Soonest(index)
+
+
+@pytest.mark.parametrize("policy", ["text", "fixed:l1", "fixed:finest", "soonest:l4"])
+def test_a_target_is_for_policies_that_meet_one(policy: str) -> None:
+    resolve_policy(LEVELS, policy=policy)
+    with pytest.raises(
+        ValueError, match=f"no ttft_target_s with policy '{policy}'.*got 2.0; leave"
+    ):
+        resolve_policy(LEVELS, policy=policy, ttft_target_s=2.0)
+
+
+@pytest.mark.parametrize("policy", [3, 0, True, b"text", ["text"], TextOnly, object()])
+def test_policies_are_names_or_objects(policy: object) -> None:
+    with pytest.raises(ValueError, match=r"name of a policy.*or a Policy, got policy="):
+        resolve_policy(LEVELS, policy=policy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", [3, 0, True, b"l1", ["l1"], LEVELS[1]])
+def test_levels_are_names(level: object) -> None:
+    with pytest.raises(ValueError, match=r"name of a level.*got level="):
+        resolve_policy(LEVELS, level=level)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("codec", ["transform", "delta", "other"])
@@ -80,10 +108,19 @@ def test_policies() -> None:
     [
         ({"level": "l1", "policy": "text"}, "got both"),
         ({"level": "l1", "ttft_target_s": 1.0}, "got both"),
-        ({"level": "best"}, r"unknown level 'best'.*l0, l1, l2, l3, l4, and 'coarsest'"),
+        ({"level": "best"}, "unknown level 'best'.*l0, l1, l2, l3, l4, coarsest or finest"),
+        ({"level": ""}, "unknown level ''"),
         ({"policy": "fixed:best"}, "unknown level 'best'"),
+        ({"policy": ""}, "unknown policy ''; expected fixed:<level>"),
+        ({"policy": "", "ttft_target_s": 1.0}, "unknown policy ''"),
+        *(
+            ({"policy": name, **target}, f"'{name}' lacks its level; expected .*:<level>, such as")
+            for name in ("fixed", "fixed:", "soonest", "soonest:")
+            for target in ({}, {"ttft_target_s": 1.0})
+        ),
+        ({"policy": "text:l1"}, "unknown policy 'text:l1'"),
         ({"policy": "greedy", "ttft_target_s": 1.0}, "unknown policy 'greedy'"),
-        ({"policy": "paper"}, "needs a target"),
+        *(({"policy": name}, "needs a target.*pass ttft_target_s") for name in OF_A_TARGET),
         ({"ttft_target_s": 0.0}, "above 0"),
         ({"policy": TextOnly(), "ttft_target_s": 1.0}, "a target of its own"),
     ],

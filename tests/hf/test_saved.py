@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from hf_cachegen import ModelTable, save_cache
@@ -127,12 +125,11 @@ WITH_LAYERS = Lfm2Config(
     layer_types=["conv", "full_attention"],
 )
 ALONE = MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)
-new_in_5_24 = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.24"), reason="Mamba is served since 5.24"
+
+
+@pytest.mark.parametrize(
+    "config", [WITH_LAYERS, pytest.param(ALONE, marks=pytest.mark.since("5.24"))]
 )
-
-
-@pytest.mark.parametrize("config", [WITH_LAYERS, pytest.param(ALONE, marks=new_in_5_24)])
 def test_states_belong_to_it(config: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,7 @@ from typing import Any
 import filelock
 import pytest
 import torch
-import transformers
 from huggingface_hub import HfApi
-from packaging.version import Version
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig
 
 from hf_cachegen import (
@@ -25,6 +24,7 @@ from hf_cachegen import (
 )
 from hf_cachegen.artifact import EMBEDDED
 from hf_cachegen.bench.local_hub import LocalHub
+from hf_cachegen.hf import cache as streamed
 from hf_cachegen.hf import saving, settings
 from hf_cachegen.hf.codecs import load_table
 from hf_cachegen.hf.settings import check_push, choose
@@ -48,6 +48,11 @@ def _file(folder: Path) -> None:
 
 def _file_above(folder: Path) -> None:
     _file(folder.parent)
+
+
+def _file_inside(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    _file(folder / "chunks")
 
 
 def _damaged(folder: Path) -> None:
@@ -78,7 +83,7 @@ TARGETS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"levels": ["delta-1"]},
         {},
         IdentityError,
-        "levels: expected 5 entries, found 1",
+        r"levels: expected \['delta-0', .*'lossless'\], found \['delta-1'\]",
     ),
     "another table": ({}, {"tables": "{table}"}, IdentityError, "table"),
     "another importance": (
@@ -89,6 +94,7 @@ TARGETS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     ),
     "a file": (_file, {}, StoreError, "is a file"),
     "a file above": (_file_above, {}, StoreError, "is a file"),
+    "a file among its own": (_file_inside, {}, StoreError, "chunks is a file"),
     "a damaged artefact": (_damaged, {}, FormatError, "overwrite=True"),
 }
 
@@ -222,9 +228,7 @@ def test_levels_are_those_of_the_table_there_will_be(table: ModelTable, tables: 
         choose(given, ["best"])
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.24"), reason="Mamba is served since 5.24"
-)
+@pytest.mark.since("5.24")  # serves Mamba
 @pytest.mark.parametrize("tables", ["auto", "{table}"])
 def test_states_alone_have_no_use_for_a_table(table: ModelTable, tables: Any) -> None:
     model = AutoModelForCausalLM.from_config(
@@ -311,3 +315,33 @@ def test_a_token_that_the_hub_does_not_know_is_told_before_the_pass(
     api = HfApi(endpoint=hub.endpoint, token=hub.token)
     check_push("me/x", {"private": True}, endpoint=hub.endpoint, token=hub.token)
     assert not api.repo_exists("me/x")  # nothing is made before there is something to push
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"privat": True}, ValueError, "unknown privat; a push takes"),
+        ({"repo_id": "no/such/name"}, ValueError, "Repo id"),
+        ({"token": "hf_wrong"}, StoreError, "cannot push to me/x: .*token=..."),
+        ({"endpoint": "http://127.0.0.1:9"}, StoreError, "cannot push to me/x"),
+    ],
+)
+def test_what_is_wrong_with_a_push_of_a_streamed_cache_is_told_before_it_is_saved(
+    llama: Any,
+    hub: LocalHub,
+    tmp_path: Path,
+    monkeypatch: Any,
+    options: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setattr(streamed, "save_extended", None)  # would not be callable
+    asked = {"repo_id": "me/x", "endpoint": hub.endpoint, "token": hub.token, **options}
+    with contextlib.closing(llama.load()) as cache:
+        with pytest.raises(kind, match=message):
+            cache.save_pretrained(tmp_path / "a", push_to_hub=True, **asked)
+        with pytest.raises(kind, match=message):
+            cache.push_to_hub(**asked)
+        with pytest.raises(ValueError, match="expected no private without push_to_hub"):
+            cache.save_pretrained(tmp_path / "a", private=True)
+    assert not (tmp_path / "a").exists()

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_cachegen import CompressedStreamingCache, FormatError, ModelTable, save_cache
-from hf_cachegen.artifact import EMBEDDED, TableRef
+from hf_cachegen import CompressedStreamingCache, FormatError, ModelTable, StoreError, save_cache
+from hf_cachegen.artifact import EMBEDDED, Artifact, TableRef
 from hf_cachegen.bench.link import LinkServer
+from hf_cachegen.bench.local_hub import LocalHub
+from hf_cachegen.bench.loopback import Link
+from hf_cachegen.hf.calibration import machine_rates
 from hf_cachegen.hf.codecs import LevelCodecs
+from hf_cachegen.hf.contents import cached_layers
+from hf_cachegen.hf.describe import describe_layout
+from hf_cachegen.hf.table_hub import push_table
 from hf_cachegen.levels import lossy_levels
 from hf_cachegen.stores import HttpStore, LocalStore
+from hf_cachegen.streaming.rates import PrefillCost
 from hf_cachegen.tables import RECORD_NAME
 
 TRANSFORM = "transform.safetensors"
@@ -42,9 +52,11 @@ def server(folders: Path) -> Iterator[LinkServer]:
         yield server
 
 
-def load(llama: Any, location: str | Path) -> ModelTable:
+def load(llama: Any, location: str | Path, **options: Any) -> ModelTable:
     """The table of an artefact that has been decoded with it."""
-    cache = CompressedStreamingCache.from_pretrained(location, model=llama.model, level="coarsest")
+    cache = CompressedStreamingCache.from_pretrained(
+        location, model=llama.model, level="coarsest", **options
+    )
     cache.wait()
     table = cache.table()
     assert table is not None
@@ -140,3 +152,103 @@ def test_table_cache_that_cannot_be_written_to_does_no_harm(
     table_cache.parent.mkdir(parents=True)
     table_cache.write_text("a file where the folder should be")
     assert load(llama, f"{server.url}/a").record == table.record
+
+
+@pytest.fixture(scope="module")
+def large(llama: Any, random_transform_tables: Any) -> ModelTable:
+    """A table of the model that is larger than what it encodes."""
+    layout = describe_layout(
+        llama.model, [layer.tensors for layer in cached_layers(llama.native())]
+    )
+    return ModelTable.build(
+        random_transform_tables(layout, group=3),
+        model_id="me/it",
+        config="ab" * 16,
+        layout=layout,
+        data=(("a", 1),),
+    )
+
+
+@pytest.mark.parametrize(("policy", "location"), [("robust", EMBEDDED), ("layered", "me/table")])
+def test_sessions_that_are_too_short_for_the_table_get_it_together(
+    llama: Any,
+    large: ModelTable,
+    hub: LocalHub,
+    table_cache: Path,
+    tmp_path: Path,
+    policy: str,
+    location: str,
+) -> None:
+    """Each ends with text long before the table has come, and the next one asks for the rest."""
+    options: dict[str, Any] = {"endpoint": hub.endpoint, "token": hub.token}
+    push_table(large.save(tmp_path / "table"), "me/table", **options)
+    save_cache(
+        llama.model, None, llama.ids, tmp_path / "a", tables=(large, location), progress=False
+    )
+    digest, size = large.record.digests["transform"], len(large.payloads[TRANSFORM])
+    with LinkServer(tmp_path / "a", rate_bytes_per_s=size / 3) as server:
+        hub.link = hub.storage.link = server.link
+        server.requests.clear()
+        hub.storage.requests.clear()
+        n_sessions = 0
+        while digest not in entries(table_cache):
+            n_sessions += 1
+            assert n_sessions < 20
+            model = copy.deepcopy(llama.model)  # what its sessions have measured is forgotten
+            machine_rates(model).prefill = PrefillCost(0.0, 0.02, 0.0)
+            cache = CompressedStreamingCache.from_pretrained(
+                server.url, model=model, policy=policy, ttft_target_s=0.5, **options
+            )
+            cache.wait()
+            cache.close()
+        sent = [r.sent_bytes for r in (*server.requests, *hub.storage.requests) if r.stop == size]
+    assert n_sessions == len(sent) > 1
+    # What is on its way when a session ends is lost.
+    assert size <= sum(sent) <= size + n_sessions * 4096
+    assert load(llama, tmp_path / "a", **options).record == large.record
+
+
+def test_exact_levels_do_not_wait_for_a_table(
+    llama: Any, large: ModelTable, table_cache: Path, tmp_path: Path
+) -> None:
+    levels = ["transform-0", "lossless"]
+    folder = tmp_path / "a"
+    save_cache(llama.model, None, llama.ids, folder, tables=large, levels=levels, progress=False)
+    with LinkServer(folder, rate_bytes_per_s=1e4) as server, HttpStore(server.url) as store:
+        manifest = Artifact.open(store).manifest
+        codecs = LevelCodecs(
+            manifest.levels, manifest.identity.layout, manifest.identity.table, store
+        )
+        with ThreadPoolExecutor(1) as pool:
+            table = pool.submit(codecs.prepare, 0)
+            while not table_cache.exists():
+                time.sleep(0.01)
+            assert codecs[1].name == "lossless"
+            assert not table.done()
+            store.close()
+            with pytest.raises(StoreError):
+                table.result(timeout=20)
+
+
+def test_local_artefact_ends_the_download_of_its_table_with_its_stream(
+    llama: Any, large: ModelTable, hub: LocalHub, table_cache: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"endpoint": hub.endpoint, "token": hub.token}
+    push_table(large.save(tmp_path / "table"), "me/table", **options)
+    folder = tmp_path / "a"
+    save_cache(llama.model, None, llama.ids, folder, tables=(large, "me/table"), progress=False)
+    hub.storage.link = Link([(0.0, 1e4)])
+    cache = CompressedStreamingCache.from_pretrained(
+        folder, model=llama.model, level="coarsest", **options
+    )
+    (digest,) = large.record.digests.values()
+    part = table_cache / f"{digest}.part" / f"{TRANSFORM}.part"
+    while not (part.exists() and part.stat().st_size):
+        time.sleep(0.01)
+    started = time.monotonic()
+    cache.close()
+    assert time.monotonic() - started < 2
+    assert 0 < part.stat().st_size < len(large.payloads[TRANSFORM])
+    hub.storage.link = Link(None)
+    assert load(llama, folder, **options).record == large.record
+    assert entries(table_cache) == {digest}

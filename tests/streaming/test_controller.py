@@ -370,6 +370,8 @@ def test_policies_by_name():
     names = ["coarse", "medium", "fine", "exact"]
     known = {"levels": names, "losses": (0.2, 0.05, 0.01, 0.0)}
     assert policy_for("fixed:fine", **known) == FixedLevel(2)
+    assert policy_for("soonest:finest", **known) == Soonest(3)
+    assert policy_for("fixed:coarsest", **known) == FixedLevel(0)
     assert policy_for("text", **known) == TextOnly()
     assert policy_for("paper", target_s=1.0, **known) == PaperPolicy(1.0, first_level=1)
     assert isinstance(policy_for("robust", target_s=1.0, **known), RobustPolicy)
@@ -382,7 +384,8 @@ def test_policies_by_name():
     ("name", "target_s", "message"),
     [
         ("fixed:best", 1.0, "unknown level 'best'; expected one of coarse, fine"),
-        ("fixed", 1.0, "unknown level ''"),
+        ("fixed", 1.0, "'fixed' lacks its level; expected fixed:<level>"),
+        ("", 1.0, "unknown policy ''; expected fixed:<level>, soonest:<level>, text, paper"),
         ("greedy", 1.0, "unknown policy 'greedy'"),
         ("paper", None, "needs a target"),
         ("layered", 0.0, "needs a target"),
