@@ -21,12 +21,14 @@ _INSTANT_S = 1e-9
 class LayeredPolicy(Policy):
     """The base of every chunk first, then refinements by worth until the deadline.
 
-    A deadline is met by stopping and not by guessing: layers whose refinement is not being decoded
-    by then keep what they have. The first chunks are recomputed from text instead where the
-    processor has time for it beside decoding all others at any level, or where bases alone are too
-    likely to be late. Once the bases are there, all that the link and the processor have time for
-    is planned, and brought in rounds as far as the processor has time for those, too: what is worth
-    most per second comes first, of equal worth in the last chunks, since the first may be text.
+    The base is the smallest level, unless the processor has no time to decode it and then a finer
+    one that is as sure to be in time. A deadline is met by stopping and not by guessing: layers
+    whose refinement is not being decoded by then keep what they have. The first chunks are
+    recomputed from text instead where the processor has time for it beside decoding all others at
+    any level, or where bases alone are too likely to be late. Once the bases are there, all that
+    the link and the processor have time for is planned, and brought in rounds as far as the
+    processor has time for those, too: what is worth most per second comes first, of equal worth in
+    the last chunks, since the first may be text.
 
     Attributes
     ----------
@@ -47,16 +49,17 @@ class LayeredPolicy(Policy):
     miss_bound: float = MISS_BOUND
 
     def choose(self, state: StreamState) -> int:
-        base = state.smallest_level()
         estimate = state.estimate()
         deadline_s = self.target_s - state.tail_s
         if self._text_is_free(state, deadline_s):
             return TEXT
         if estimate is None:
-            return base
-        risk = estimate.late_probability(state.remaining_bytes(base), deadline_s - state.elapsed_s)
-        text_helps = risk > self.miss_bound and state.text_fits(deadline_s)
-        return TEXT if text_helps or state.text_saves_time(deadline_s) else base
+            return state.smallest_level()
+        base = self._base(state, estimate, deadline_s)
+        text_helps = base is None and state.text_fits(deadline_s)
+        if text_helps or state.text_saves_time(deadline_s):
+            return TEXT
+        return state.smallest_level() if base is None else base
 
     def refines_until_s(self, state: StreamState) -> float:
         return self.target_s - state.tail_s
@@ -77,6 +80,33 @@ class LayeredPolicy(Policy):
             return None
         best = max([*plan, *self._stopovers(state, plan, budget)], key=_Option.worth)
         return Refinement(best.chunk, best.level, best.size_bytes, stop_s)
+
+    def _base(self, state: StreamState, estimate: RateEstimate, deadline_s: float) -> int | None:
+        """The level to begin with; None if even the smallest is too likely to be late.
+
+        It is the smallest, unless all can be had at a finer one that the processor would have no
+        time for beside it.
+        """
+        smallest = state.smallest_level()
+        compute_s = deadline_s - state.compute_begin_s()
+        twice_s = compute_s - state.remaining_decode_s(smallest)
+
+        def is_in_time(level: int) -> bool:
+            sizes, budget_s = state.remaining_bytes(level), deadline_s - state.elapsed_s
+            return estimate.late_probability(sizes, budget_s) <= self.miss_bound
+
+        finer = [
+            level
+            for level, loss in enumerate(self.losses)
+            if loss < self.losses[smallest]
+            and twice_s < state.remaining_decode_s(level) <= compute_s
+            and is_in_time(level)
+        ]
+        if finer:
+            return min(
+                finer, key=lambda level: (self.losses[level], state.ready_s(estimate, level))
+            )
+        return smallest if is_in_time(smallest) else None
 
     def _text_is_free(self, state: StreamState, deadline_s: float) -> bool:
         """Whether recomputing the next chunk takes nothing from decoding the others.

@@ -30,16 +30,19 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._held_up: tuple[int, float] | None = None
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure: the request is sent, and the receiver waits."""
+        """Begin to measure: the request is sent, and the receiver waits.
+
+        What was held up before stays so.
+        """
         with self._lock:
             self.size_bytes = 0
             self.latency_s: float | None = None
             self._first_bytes = 0
             self._started_s = time.monotonic()
-            self._held_up: tuple[int, float] | None = None
             self._waits_since: float | None = self._started_s
             self._waited_s = 0.0
             self._arrivals = [(0.0, 0)]  # (seconds waited until then, bytes)
@@ -71,6 +74,11 @@ class Meter:
             if self.latency_s is None:
                 self.latency_s, self._first_bytes = now_s - self._started_s, size_bytes
             self._arrivals.append((self._waited_s, self.size_bytes))
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the transfer has had to wait for something else than the link."""
+        return self._held_up is not None
 
     def hold_up(self) -> None:
         """Note that the transfer waits for something else than the link from now on."""

@@ -323,7 +323,7 @@ class ChunkStream:
                 if segment is not None:
                     n_missing -= 1
                     if not self._ledger.has_room:
-                        meter.hold_up()
+                        self._hold_up(meter)
                     if not self._ledger.admit(step, segment[1]):
                         return False
                     if n_missing == 0:  # before anyone can see the chunk in place
@@ -357,7 +357,14 @@ class ChunkStream:
         if left_s * (n_missing - 1) > (meter.latency_s or 0.0) * n_missing:
             return False
         self._ahead.append(self._ask(chunk, left_s, [rate]))
+        if meter.is_held_up:
+            self._hold_up(meter)
         return True
+
+    def _hold_up(self, meter: Meter) -> None:
+        """Decoders hold up a transfer, and so the one that was asked for ahead."""
+        for held in (meter, *(transfer.meter for transfer in self._ahead if transfer)):
+            held.hold_up()
 
     def _may_prefer_text(self, step: StreamStep) -> bool:
         return self._may_turn and not step.refinement

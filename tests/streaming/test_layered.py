@@ -170,3 +170,26 @@ def test_planning_takes_work_in_proportion_to_the_chunks(share: float, decode_s:
         return instructions(LayeredPolicy(1.0, LOSSES, nested=N_LEVELS), state)
 
     assert work(400) < 2 * 20 * work(20)
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "rate", "level"),
+    [
+        ((0.1, 0.2, 0.4, 0.55, 2.0), 1e9, 3),  # there is no time for the bases besides
+        ((0.1, 0.2, 0.4, 0.5, 0.6), 1e9, 4),
+        ((0.1, 0.2, 0.3, 0.3, 0.3), 1e9, 0),  # there is time for both
+        ((0.1, 0.2, 0.4, 0.55, 2.0), 7e6, 0),  # but the link may be too slow for it
+        ((0.0,) * N_LEVELS, 1e9, 0),
+    ],
+)
+def test_a_base_is_finer_where_the_processor_decodes_only_once(
+    decode_s: Sequence[float], rate: float, level: int
+) -> None:
+    state = StreamState(
+        sizes_bytes=[[10**6 * (level + 1) for level in range(N_LEVELS)]] * 5,
+        chosen=[],
+        elapsed_s=0.0,
+        throughputs_bytes_per_s=[rate] * 4,
+        decode_s=[decode_s] * 5,
+    )
+    assert LayeredPolicy(3.0, LOSSES, 4).choose(state) == level

@@ -66,6 +66,16 @@ def test_too_little_before_a_hold_up_tells_nothing(meter: Meter, clock: Clock) -
     assert meter.bytes_per_s() is None
 
 
+def test_a_transfer_that_was_held_up_before_it_began_tells_nothing(
+    meter: Meter, clock: Clock
+) -> None:
+    meter.hold_up()
+    meter.restart()
+    receive(meter, clock, MANY, 1.0)
+    receive(meter, clock, MANY, 2.0)
+    assert meter.bytes_per_s() is None
+
+
 def test_a_link_that_becomes_slow_is_slow_after_as_long(meter: Meter, clock: Clock) -> None:
     for tenth in range(1, 21):
         receive(meter, clock, 1000, tenth / 10)
