@@ -20,7 +20,7 @@ for _name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
 
 import contextlib  # noqa: E402
 import socket  # noqa: E402
-from collections import Counter  # noqa: E402
+from collections import Counter, deque  # noqa: E402
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -166,7 +166,7 @@ class Scripted(Policy):
         self.until_s = float("inf") if refinements else 0.0
         self.states: list[StreamState] = []
         self._levels = levels
-        self._refinements = iter(refinements)
+        self._refinements = deque(refinements)
 
     def choose(self, state: StreamState) -> int:
         self.states.append(state)
@@ -177,7 +177,12 @@ class Scripted(Policy):
 
     def refine(self, state: StreamState) -> Refinement | None:
         self.states.append(state)
-        return next(self._refinements, None)
+        if (
+            self._refinements
+            and state.chosen[self._refinements[0].chunk] == self._refinements[0].level
+        ):
+            self._refinements.popleft()  # it has begun
+        return self._refinements[0] if self._refinements else None
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,11 @@ class Meter:
     One thread receives, others may ask. Time in which the receiver does not wait for bytes says
     nothing about the link: they wait in buffers on both sides and then come at once.
 
+    Parameters
+    ----------
+    expected_bytes
+        What is expected to arrive.
+
     Attributes
     ----------
     size_bytes
@@ -28,8 +33,9 @@ class Meter:
         From the start to the first bytes; None before they came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected_bytes: int = 0) -> None:
         self._lock = threading.Lock()
+        self._expected_bytes = expected_bytes
         self._held_up: tuple[int, float] | None = None
         self.restart()
 
@@ -57,6 +63,15 @@ class Meter:
         """Of them, those in which the receiver waited for bytes."""
         with self._lock:
             return self._waited_until(time.monotonic())
+
+    @property
+    def left_bytes(self) -> int:
+        """What has not arrived yet."""
+        return max(self._expected_bytes - self.size_bytes, 0)
+
+    def expect(self, size_bytes: int) -> None:
+        """Tell how much will arrive in all."""
+        self._expected_bytes = size_bytes
 
     def wait(self) -> None:
         """Note that the receiver waits for more from now on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -261,7 +262,10 @@ class ChunkStream:
         if self._link_gone:
             return None
         level = self._policy.choose(self._now.state(self._policy, link_free_in_s, seen))
-        return None if level == TEXT else self._transfer(self._begin(chunk, level))
+        if level == TEXT:
+            return None
+        size_bytes = self.artifact.manifest.read_bytes(chunk)[level]
+        return self._transfer(self._begin(chunk, level), size_bytes)
 
     def _arrives(self, transfer: _Transfer) -> bool:
         """As :meth:`_fetch`. What cannot be had is given up, too, where it can be recomputed."""
@@ -278,19 +282,33 @@ class ChunkStream:
 
     def _refine(self) -> None:
         while not self._ledger.ended and not self._link_gone:
-            wanted = self._policy.refine(self._now.state(self._policy))
-            if wanted is None or not self._improve(wanted):
+            ahead = self._ahead.pop() if self._ahead else None
+            transfer = ahead or self._ask_to_refine()
+            if transfer is None or not self._improves(transfer):
                 return
 
-    def _improve(self, wanted: Refinement) -> bool:
-        """Begin a refinement; False if there will be no more."""
-        stop_at = self._now.started_at + wanted.stop_s
-        self._ledger.refine_until(stop_at)
+    def _ask_to_refine(
+        self, link_free_in_s: float = 0.0, seen: Sequence[float] = (), *, busy_chunk: int = -1
+    ) -> _Transfer | None:
+        """Choose what to refine and ask for it, unless it is nothing or a chunk that is arriving.
+
+        What that one lacks will be known when it has come.
+        """
+        wanted = self._policy.refine(self._now.state(self._policy, link_free_in_s, seen))
+        if wanted is None or wanted.chunk == busy_chunk:
+            return None
         step = self._begin(wanted.chunk, wanted.level, wanted)
+        return self._transfer(step, wanted.size_bytes, wanted.stop_s)
+
+    def _improves(self, transfer: _Transfer) -> bool:
+        """Whether a refinement comes to its end; if not, there will be no more."""
+        self._ledger.refine_until(self._now.started_at + transfer.stop_s)
         try:
-            return self._ledger.await_refinable(step) and self._fetch(self._transfer(step))
+            return self._ledger.await_refinable(transfer.step) and self._fetch(transfer)
         except (StoreError, FormatError):
             return False  # what is in place is good enough
+        finally:
+            transfer.segments.close()
 
     def _begin(self, chunk: int, level: int, wanted: Refinement | None = None) -> StreamStep:
         step = self._now.begin(chunk, level, wanted)
@@ -298,11 +316,11 @@ class ChunkStream:
             self._steps.append(step)
         return step
 
-    def _transfer(self, step: StreamStep) -> _Transfer:
+    def _transfer(self, step: StreamStep, size_bytes: int, stop_s: float = math.inf) -> _Transfer:
         """Ask for a chunk's segments."""
-        meter = Meter()
+        meter = Meter(size_bytes)
         pause_s = RECONSIDER_S if self._may_prefer_text(step) else None
-        return _Transfer(step, meter, Receiving(self._read(step, meter), pause_s))
+        return _Transfer(step, meter, Receiving(self._read(step, meter), pause_s), stop_s)
 
     def _read(self, step: StreamStep, meter: Meter) -> Generator[tuple[int, bytes], None, None]:
         self._prepare(step.level)
@@ -315,28 +333,29 @@ class ChunkStream:
         A refinement is once it is late. Any other chunk is if the policy has come to prefer its
         text, seeing how fast it arrives, or that nothing does.
         """
-        step, meter, segments = transfer
+        step, meter = transfer.step, transfer.meter
         n_missing = len(self._layers[step.chunk])
-        asked_ahead, arrived = step.refinement, False
+        asked_ahead, arrived = False, False
         try:
-            for segment in segments:
+            for segment in transfer.segments:
                 if segment is not None:
                     n_missing -= 1
                     if not self._ledger.has_room:
                         self._hold_up(meter)
                     if not self._ledger.admit(step, segment[1]):
                         return False
-                    if n_missing == 0:  # before anyone can see the chunk in place
+                    # Before anyone can see the chunk in place: segments may be empty.
+                    if n_missing == 0 or not meter.left_bytes:
                         self._note_transfer(step, meter)
                         self._finish(step)
                     self._queue.put(QueuedSegment(step, *segment))
                     self._decoders.submit(self._decode_next)
-                if self._prefers_text(step, meter):
+                if self._prefers_text(transfer):
                     return False
-                asked_ahead = asked_ahead or self._ask_ahead(step, meter, n_missing)
+                asked_ahead = asked_ahead or self._ask_ahead(transfer, n_missing)
             arrived = True
         finally:
-            segments.close()
+            transfer.segments.close()
             self._note_transfer(step, meter)
             # Of a chunk that was given up, its first part may have come over a better link.
             self._note_rate(meter.bytes_per_s() if arrived else meter.recent_bytes_per_s())
@@ -344,19 +363,26 @@ class ChunkStream:
         self._ledger.handed_over(step.chunk)
         return True
 
-    def _ask_ahead(self, step: StreamStep, meter: Meter, n_missing: int) -> bool:
-        """Ask for the next chunk so early that it begins to arrive when this one has.
+    def _ask_ahead(self, transfer: _Transfer, n_missing: int) -> bool:
+        """Ask for what comes next so early that it begins to arrive when this transfer ends.
 
-        The next occasion comes with the next of the ``n_missing`` segments of this one. Returns
-        whether there need not be another.
+        The next occasion comes with the next of its ``n_missing`` segments. Returns whether there
+        need not be another.
         """
-        chunk, rate = step.chunk + 1, meter.bytes_per_s()
-        if chunk == len(self._layers) or not rate:
-            return chunk == len(self._layers)
-        left_s = self._now.left_bytes(step, meter) / rate
+        step, meter = transfer.step, transfer.meter
+        if not step.refinement and step.chunk + 1 == len(self._layers):
+            return True
+        rate = meter.bytes_per_s()
+        if not rate:
+            return False
+        left_s = meter.left_bytes / rate
         if left_s * (n_missing - 1) > (meter.latency_s or 0.0) * n_missing:
             return False
-        self._ahead.append(self._ask(chunk, left_s, [rate]))
+        if step.refinement:
+            ahead = self._ask_to_refine(left_s, [rate], busy_chunk=step.chunk)
+        else:
+            ahead = self._ask(step.chunk + 1, left_s, [rate])
+        self._ahead.append(ahead)
         if meter.is_held_up:
             self._hold_up(meter)
         return True
@@ -369,14 +395,15 @@ class ChunkStream:
     def _may_prefer_text(self, step: StreamStep) -> bool:
         return self._may_turn and not step.refinement
 
-    def _prefers_text(self, step: StreamStep, meter: Meter) -> bool:
+    def _prefers_text(self, transfer: _Transfer) -> bool:
         """Whether the policy would now rather recompute a chunk that is late.
 
         It is not asked about one that comes about as fast as was expected.
         """
+        step, meter = transfer.step, transfer.meter
         if not self._may_prefer_text(step):
             return False
-        rate, left_bytes = meter.recent_bytes_per_s(), self._now.left_bytes(step, meter)
+        rate, left_bytes = meter.recent_bytes_per_s(), meter.left_bytes
         if rate is None or not left_bytes:
             return False
         rate = rate or 1.0  # of a link that stands still
@@ -467,11 +494,20 @@ class ChunkStream:
 
 
 class _Transfer(NamedTuple):
-    """A step that brings a chunk's segments: (layer, bytes)."""
+    """A step that brings a chunk's segments.
+
+    Attributes
+    ----------
+    segments
+        (layer, bytes), as they arrive.
+    stop_s
+        When a refinement is to be given up, in seconds since the stream began.
+    """
 
     step: StreamStep
     meter: Meter
     segments: Receiving[tuple[int, bytes]]
+    stop_s: float
 
 
 def _refines(policy: Policy) -> bool:

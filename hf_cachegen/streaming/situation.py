@@ -12,7 +12,6 @@ from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.streaming.costs import PASS_MARGIN, StreamCosts
 from hf_cachegen.streaming.estimate import RECENT, RateEstimate
 from hf_cachegen.streaming.ledger import Ledger
-from hf_cachegen.streaming.meter import Meter
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
 from hf_cachegen.streaming.steps import StreamStep
 
@@ -117,10 +116,6 @@ class Situation:
             recompute_s=self._recompute_s(chunk),
             throughputs_bytes_per_s=[*(rate * shift for rate in known), bytes_per_s],
         )
-
-    def left_bytes(self, step: StreamStep, meter: Meter) -> int:
-        """What has not arrived yet of a chunk that was not in place before."""
-        return max(self._sizes[step.chunk][step.level] - meter.size_bytes, 0)
 
     def begin(self, chunk: int, level: int, wanted: Refinement | None) -> StreamStep:
         """A step that begins now, a refinement or not, with what is expected of it.

@@ -34,7 +34,8 @@ class SegmentReader:
 
         The bytes are those of the level after those of the levels that it refines. What lies side
         by side in the file is one ranged transfer. Closing the iterator ends the transfer. The
-        meter counts what arrives, the chunk's index left out.
+        meter counts what arrives, the chunk's index left out, and knows how much that will be
+        before anything is yielded.
 
         Raises
         ------
@@ -82,10 +83,10 @@ class SegmentReader:
             yield from self._first_segments(chunk, wanted, meter)
             return
         index = self._artifact.index(chunk)
+        meter.expect(_size_bytes(index, wanted))
         for run in _runs(index, wanted):
-            spans = [index.segment(*segment) for segment in run]
-            size = sum(span.size for span in spans)
-            with self._arriving(chunk, spans[0].offset, size, meter) as arriving:
+            offset, size = index.segment(*run[0]).offset, _size_bytes(index, run)
+            with self._arriving(chunk, offset, size, meter) as arriving:
                 yield from self._cut(chunk, run, arriving)
 
     def _are_first(self, wanted: Sequence[tuple[int, int]]) -> bool:
@@ -111,6 +112,7 @@ class SegmentReader:
                 self._artifact.take_index(chunk, data)
             except FormatError:  # what a second request brings may be intact
                 self._artifact.index(chunk)
+            meter.expect(sum(own_bytes))
             yield from self._cut(chunk, wanted, arriving)
 
     @contextlib.contextmanager
@@ -167,6 +169,11 @@ class _Arriving:
         data = bytes(self._arrived[:size])
         del self._arrived[:size]
         return data
+
+
+def _size_bytes(index: ChunkIndex, segments: Sequence[tuple[int, int]]) -> int:
+    """Bytes of several (level, layer)."""
+    return sum(index.segment(*segment).size for segment in segments)
 
 
 def _runs(

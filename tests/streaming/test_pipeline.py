@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_cachegen.artifact import Artifact
+from hf_cachegen.artifact import Artifact, LevelRecord
 from hf_cachegen.errors import FormatError, StoreError
 from hf_cachegen.streaming.controller import FixedLevel, Policy, StreamState
 from hf_cachegen.streaming.pipeline import ChunkStream
+from hf_cachegen.streaming.steps import StreamStep
 
 N_LAYERS, N_CHUNKS = 4, 3
 
@@ -321,3 +323,65 @@ def test_segments_that_wait_together_are_dropped_when_the_stream_is_closed(
     assert set(decode.found) == {(0, 0)}
     with pytest.raises(StoreError, match="closed"):
         stream.wait_layer(0)
+
+
+def test_a_chunk_is_finished_before_it_can_be_in_place(
+    make_up: Any, segment: Any, slow_store: Any
+) -> None:
+    """Its last segments may be empty: what matters has come before them."""
+
+    def part(chunk: int, level: int, layer: int) -> bytes:
+        return segment(chunk, level, layer) if layer < 2 else b""
+
+    folder = make_up([LevelRecord(name="low", codec="raw", exact=True)], N_CHUNKS, part)
+    steps: list[StreamStep] = []
+
+    def decode(chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+        if layer == 1:
+            steps.append(stream.report()[chunk])
+        return {0: (0,), 1: (1, 2, 3)}.get(layer, ())
+
+    # One thread decodes in order, so that it finds what was noted before the segment came.
+    artifact = Artifact.open(slow_store(folder))
+    stream = ChunkStream(artifact, FixedLevel(0), ALL, decode, workers=1)
+    stream.wait_layer(3)
+    assert [step.chunk for step in steps] == list(range(N_CHUNKS))
+    assert all(step.finished for step in steps)
+    sizes = [chunk.level_bytes[0] for chunk in artifact.manifest.chunks]
+    assert [step.size_bytes for step in steps] == sizes
+    stream.close()
+
+
+def test_the_next_chunk_is_asked_for_before_this_one_has_come(
+    made_up: Path, slow_store: Any
+) -> None:
+    """So early that a latency passes meanwhile; and each is asked for once."""
+    pause_s, latency_s = 0.02, 0.05
+
+    class Distant(slow_store):  # type: ignore[misc]
+        """Each transfer begins after a latency, and each segment takes a while."""
+
+        def _pieces(
+            self, path: str, offset: int, size: int | None, max_bytes: int
+        ) -> Generator[bytes, None, None]:
+            data = b"".join(super()._pieces(path, offset, size, max_bytes))
+            if path.startswith("chunks/"):
+                events.append(("asked", path))
+                time.sleep(latency_s)
+            for start in range(0, len(data), 260):
+                if path.startswith("chunks/"):
+                    time.sleep(pause_s)
+                if start + 260 >= len(data):
+                    events.append(("came", path))
+                yield data[start : start + 260]
+
+    events: list[tuple[str, str]] = []
+    artifact = Artifact.open(Distant(made_up))
+    stream = ChunkStream(artifact, FixedLevel(0), ALL, Collector(), workers=2)
+    stream.wait_layer(3)
+    stream.close()
+    paths = [chunk.path for chunk in artifact.manifest.chunks]
+    seen = [event for event in events if event[1] in paths]
+    for before, after in itertools.pairwise(paths):
+        assert seen.index(("asked", after)) < seen.index(("came", before))
+    assert [event for event in seen if event[0] == "asked"] == [("asked", path) for path in paths]
