@@ -70,12 +70,10 @@ def fetch(
     location: options.Location,
     out: Annotated[
         Path | None,
-        typer.Option(
+        options.folder_option(
+            "Folder to write to.  [default, for a Hub repository: the Hugging Face cache]",
             "--out",
             "-o",
-            metavar="FOLDER",
-            help="Folder to write to.  [default, for a Hub repository: the Hugging Face cache]",
-            show_default=False,
         ),
     ] = None,
     overwrite: Annotated[

@@ -367,7 +367,17 @@ class CompressedStreamingCache(CountsTokens):
         push_to_hub
             Also upload the folder; ``push_options`` as for :meth:`push_to_hub`, ``repo_id`` by
             default the folder's name.
+
+        Raises
+        ------
+        ValueError
+            An argument makes no sense, found before anything is written.
         """
+        if not isinstance(push_to_hub, bool):
+            raise ValueError(
+                f"expected True or False, got push_to_hub={push_to_hub!r}; name the repository "
+                "with repo_id"
+            )
         repo_id = push_options.pop("repo_id", Path(save_directory).name) if push_to_hub else None
         check_push(repo_id, push_options)
         save_extended(self, save_directory, token_ids=token_ids)

@@ -163,3 +163,9 @@ def test_two_at_once(run, refuse, encoded, tmp_path):
     with filelock.FileLock(out / ".lock"):
         assert "another save or fetch is writing" in refuse("fetch", encoded, "-o", out)
     assert files_of(out) == before
+
+
+def test_fetch_refuses_a_folder_without_a_name(refuse, encoded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "expected the name of a folder" in refuse("fetch", encoded, "-o", "")
+    assert not list(tmp_path.iterdir())

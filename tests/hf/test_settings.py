@@ -342,6 +342,8 @@ def test_what_is_wrong_with_a_push_of_a_streamed_cache_is_told_before_it_is_save
             cache.save_pretrained(tmp_path / "a", push_to_hub=True, **asked)
         with pytest.raises(kind, match=message):
             cache.push_to_hub(**asked)
+        with pytest.raises(ValueError, match="got push_to_hub='me/x'; name the repository with"):
+            cache.save_pretrained(tmp_path / "a", push_to_hub="me/x")
         with pytest.raises(ValueError, match="expected no private without push_to_hub"):
             cache.save_pretrained(tmp_path / "a", private=True)
     assert not (tmp_path / "a").exists()
