@@ -99,15 +99,20 @@ class Meter:
         """Note that the transfer waits for something else than the link from now on."""
         self._held_up = self._held_up or (self.size_bytes, self.seconds)
 
+    @property
+    def outweighs_latency(self) -> bool:
+        """Whether enough has come after the first bytes to tell the rate without their latency."""
+        return self._measured()[0] - self._first_bytes >= MIN_SAMPLE_BYTES
+
     def bytes_per_s(self) -> float | None:
         """The link's rate over all of the transfer until it was held up; None if that is too short.
 
-        What came after the first bytes counts, if it is enough: they also waited for the server.
+        Unless what came after the first bytes outweighs their latency, it is less than the link's.
         """
-        size, seconds = self._held_up or (self.size_bytes, self.seconds)
+        size, seconds = self._measured()
         if self.latency_s is None or (self._held_up and size < MIN_SAMPLE_BYTES):
             return None
-        if size - self._first_bytes >= MIN_SAMPLE_BYTES:
+        if self.outweighs_latency:
             size, seconds = size - self._first_bytes, seconds - self.latency_s
         return size / max(seconds, 1e-9)
 
@@ -124,6 +129,10 @@ class Meter:
             window_s = max(RECENT_S, waited_s / 2)
             before = bisect.bisect_right(self._arrivals, waited_s - window_s, key=itemgetter(0))
             return (self.size_bytes - self._arrivals[before - 1][1]) / window_s
+
+    def _measured(self) -> tuple[int, float]:
+        """Bytes and seconds before the transfer was held up."""
+        return self._held_up or (self.size_bytes, self.seconds)
 
     def _waited_until(self, now_s: float) -> float:
         return self._waited_s + (0.0 if self._waits_since is None else now_s - self._waits_since)

@@ -24,7 +24,7 @@ from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.errors import CacheGenError, FormatError, StoreError, StoreUnreachable
 from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.ledger import Ledger
-from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter
+from hf_cachegen.streaming.meter import Meter
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement
 from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.receiving import Receiving
@@ -244,8 +244,7 @@ class ChunkStream:
             self._states.set_exception(error)
             raise
         meter.received(len(data))
-        if meter.size_bytes >= MIN_SAMPLE_BYTES:
-            self._note_rate(meter.bytes_per_s())
+        self._note_rates(self._rates_of(meter))
         self._states.set_result(data)
 
     def _take(self, chunk: int) -> None:
@@ -357,8 +356,9 @@ class ChunkStream:
         finally:
             transfer.segments.close()
             self._note_transfer(step, meter)
-            # Of a chunk that was given up, its first part may have come over a better link.
-            self._note_rate(meter.bytes_per_s() if arrived else meter.recent_bytes_per_s())
+            # Of a chunk that was given up, the first part may have come over a better link.
+            recent = meter.recent_bytes_per_s()
+            self._note_rates(self._rates_of(meter) if arrived else [recent] if recent else [])
         self._finish(step)
         self._ledger.handed_over(step.chunk)
         return True
@@ -378,10 +378,11 @@ class ChunkStream:
         left_s = meter.left_bytes / rate
         if left_s * (n_missing - 1) > (meter.latency_s or 0.0) * n_missing:
             return False
+        seen = self._rates_of(meter)
         if step.refinement:
-            ahead = self._ask_to_refine(left_s, [rate], busy_chunk=step.chunk)
+            ahead = self._ask_to_refine(left_s, seen, busy_chunk=step.chunk)
         else:
-            ahead = self._ask(step.chunk + 1, left_s, [rate])
+            ahead = self._ask(step.chunk + 1, left_s, seen)
         self._ahead.append(ahead)
         if meter.is_held_up:
             self._hold_up(meter)
@@ -417,10 +418,19 @@ class ChunkStream:
         with self._lock:
             step.size_bytes, step.transfer_s = meter.size_bytes, meter.seconds
 
-    def _note_rate(self, bytes_per_s: float | None) -> None:
-        if bytes_per_s:
-            self._now.throughputs.append(bytes_per_s)
-            self.costs.note_transfer(bytes_per_s)
+    def _rates_of(self, meter: Meter) -> list[float]:
+        """What a transfer tells of the link: at most one rate.
+
+        Where latency takes most of the time, it is too low, and better than none.
+        """
+        rate = meter.bytes_per_s()
+        tells = meter.outweighs_latency or not self._now.throughputs
+        return [rate] if rate and tells else []
+
+    def _note_rates(self, bytes_per_s: Sequence[float]) -> None:
+        for rate in bytes_per_s:
+            self._now.throughputs.append(rate)
+            self.costs.note_transfer(rate)
 
     def _decode_next(self) -> None:
         segments = self._queue.take()

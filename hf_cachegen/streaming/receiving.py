@@ -10,9 +10,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+AHEAD = 8
+"""Items that may wait to be taken: threads that compute let others in every few milliseconds only,
+so that to hand over each one by itself takes longer than it takes to arrive."""
+
 
 class Receiving(Generic[T]):
-    """Runs a generator in a thread, at once up to its first item, then no further than asked for.
+    """Runs a generator in a thread, from now on, up to :data:`AHEAD` items ahead.
 
     Parameters
     ----------
@@ -25,9 +29,9 @@ class Receiving(Generic[T]):
     def __init__(self, source: Generator[T, None, None], pause_s: float | None) -> None:
         self._source = source
         self._pause_s = pause_s
-        self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._closed = False
+        self._room = threading.Semaphore(AHEAD)
         self._found: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        self._wanted.put(True)
         threading.Thread(target=self._run, name="hf-cachegen-receive", daemon=True).start()
 
     def __iter__(self) -> Iterator[T | None]:
@@ -43,15 +47,16 @@ class Receiving(Generic[T]):
             if item is None:
                 return
             yield item
-            self._wanted.put(True)
+            self._room.release()
 
     def close(self) -> None:
         """Close the generator, as soon as it comes to its next item or error."""
-        self._wanted.put(False)
+        self._closed = True
+        self._room.release()
 
     def _run(self) -> None:
         with contextlib.closing(self._source):
-            while self._wanted.get():
+            while self._room.acquire() and not self._closed:
                 try:
                     self._found.put((next(self._source, None), None))
                 except BaseException as error:

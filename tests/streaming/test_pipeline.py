@@ -86,7 +86,8 @@ def test_level_is_chosen_anew_for_each_chunk(made_up: Path, slow_store: Any) -> 
     stream.wait_transfers()
     assert [step.level for step in stream.report()] == [0, 1, 0]
     assert [list(state.chosen) for state in states] == [[], [0], [0, 1]]
-    assert [len(state.throughputs_bytes_per_s) for state in states] == [0, 1, 2]
+    # So little tells more of the latency than of the link: it counts while nothing else does.
+    assert [len(state.throughputs_bytes_per_s) for state in states] == [0, 1, 1]
     assert all(rate > 0 for rate in states[-1].throughputs_bytes_per_s)
     manifest = stream.artifact.manifest
     assert [tuple(sizes) for sizes in states[0].sizes_bytes] == [
