@@ -43,6 +43,7 @@ class LayerBuffers:
         self._codecs = codecs
         self._first = [self._first_held(layer) for layer in range(manifest.n_layers)]
         self._buffers: list[SharedTensors | None] = [None] * manifest.n_layers
+        self._released: set[int] = set()
         self._lock = threading.Lock()
         self._side = side_streams(devices)
         if self._side:
@@ -150,16 +151,33 @@ class LayerBuffers:
         return [tensor[0, :, begin - first : end - first] for tensor in self.storage(layer)]
 
     def tensors(self, layer: int) -> list[Tensor]:
-        """A layer's tensors ``[1, H, T, D]``: views of buffers with room for more."""
+        """A layer's tensors ``[1, H, T, D]``: views of buffers with room for more.
+
+        Raises
+        ------
+        RuntimeError
+            They were released.
+        """
         length = self.manifest.n_cached - self._first[layer]
         return [buffer[:, :, :length] for buffer in self.storage(layer)]
 
     def storage(self, layer: int) -> Sequence[Tensor]:
-        """A layer's tensors ``[1, H, capacity, D]``, the first token being :meth:`first_token`."""
+        """A layer's tensors ``[1, H, capacity, D]``, the first token being :meth:`first_token`.
+
+        Raises
+        ------
+        RuntimeError
+            They were released.
+        """
         return self._shared(layer).use()
 
     def _shared(self, layer: int) -> SharedTensors:
         with self._lock:
+            if layer in self._released:
+                raise RuntimeError(
+                    f"expected the tensors of layer {layer}, found that they were released to the "
+                    "cache's layer; take them from there"
+                )
             buffers = self._buffers[layer]
             if buffers is None:
                 buffers = self._buffers[layer] = SharedTensors(self._allocated(layer))
@@ -179,8 +197,10 @@ class LayerBuffers:
             ]
 
     def release(self, layer: int) -> None:
-        """Forget a layer's tensors, which now belong to the cache layer."""
-        self._buffers[layer] = None
+        """Forget a layer's tensors, which now belong to the cache layer, and give them no more."""
+        with self._lock:
+            self._released.add(layer)
+            self._buffers[layer] = None
 
     def first_token(self, layer: int) -> int:
         """First token of the document that a layer's tensors hold."""

@@ -64,6 +64,7 @@ class Incoming:
         self._state_specs = state_specs(model, self._state_numbers)
         self._states: dict[int, LayerStates] | None = None
         self._states_lock = threading.Lock()
+        self._release_lock = threading.Lock()
         recompute = _recomputer(model, policy, artifact, self._buffers)
         self.stream = ChunkStream(
             artifact,
@@ -77,8 +78,7 @@ class Incoming:
             rates=calibrate(model) if policy.adapts else machine_rates(model),
             started_at=started_at,
         )
-        self._waited_s = 0.0
-        self._pass_began: tuple[float, float] | None = None
+        self._pass = _Pass()
         # Garbage may be collected in any thread, the stream's own among them: no waiting.
         weakref.finalize(self, self.stream.close, wait=False)
 
@@ -87,11 +87,12 @@ class Incoming:
         return self._buffers.first_token(layer)
 
     def loading(self, layer: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """A function that waits for a layer of the layout and hands over its tensors, once.
+        """A function that waits for a layer of the layout and hands over its tensors.
 
-        They are ``[1, H, T, D]``.
+        They are ``[1, H, T, D]``, the same however often it is called, and the function keeps them
+        itself: who has taken them lets go of it.
         """
-        return partial(self._load, layer)
+        return partial(self._load, layer, [])
 
     def loading_states(self, layer: int) -> Callable[[], LayerStates]:
         """A function that waits for the states of a layer of the model.
@@ -112,29 +113,33 @@ class Incoming:
         return partial(self._load_states, layer, [])
 
     def begin_pass(self) -> None:
-        """The first pass after the stream has come to its first layer's tensors."""
-        self._pass_began = time.perf_counter(), self._waited_s
+        """A pass of this thread, the first after the stream, has its first layer's tensors."""
+        self._pass.began_at, self._pass.waited_s = time.perf_counter(), 0.0
 
     def end_pass(self, start: int, n_tokens: int) -> None:
         """It has come to its last layer's: learn from it what the next prompt will take.
 
         Not counted are waits for layers. Only on a CPU has a pass done what it has called for.
         """
-        if self._pass_began is None:
+        if self._pass.began_at is None:
             return
-        (began, waited_s), self._pass_began = self._pass_began, None
-        seconds = time.perf_counter() - began - (self._waited_s - waited_s)
+        seconds = time.perf_counter() - self._pass.began_at - self._pass.waited_s
+        self._pass.began_at = None
         n_layers = self.stream.artifact.manifest.n_layers
         if self._on_cpu and n_layers > 1:
             whole_s = seconds * n_layers / (n_layers - 1)
             self.stream.costs.note_pass(start, n_tokens, whole_s)
 
-    def _load(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _load(self, layer: int, kept: list[Tensor]) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()
         self.stream.wait_layer(layer)
-        self._waited_s += time.perf_counter() - started
-        keys, values = self._buffers.tensors(layer)
-        self._buffers.release(layer)
+        self._pass.waited_s += time.perf_counter() - started
+        # As of states, below: kept before they are released.
+        with self._release_lock:
+            if not kept:
+                kept.extend(self._buffers.tensors(layer))
+            self._buffers.release(layer)
+        keys, values = kept
         return keys, values
 
     def _load_states(self, layer: int, kept: list[LayerStates]) -> LayerStates:
@@ -149,8 +154,23 @@ class Incoming:
             if not kept:
                 kept.append(self._states[layer])
             self._states.pop(layer, None)
-        self._waited_s += time.perf_counter() - started
+        self._pass.waited_s += time.perf_counter() - started
         return kept[0]
+
+
+class _Pass(threading.local):
+    """The pass of a thread: others may wait for layers beside it.
+
+    Attributes
+    ----------
+    began_at
+        When it began, as :func:`time.perf_counter` counts; None if there is none.
+    waited_s
+        Seconds that it has waited for layers.
+    """
+
+    began_at: float | None = None
+    waited_s: float = 0.0
 
 
 def _recomputer(

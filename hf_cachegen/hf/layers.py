@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,18 @@ GROWTH = 1.25
 """Factor by which a full buffer is enlarged. Native layers copy everything on every token."""
 
 LoadTensors = Callable[[], tuple[Tensor, Tensor]]
-"""Blocks until a layer is decoded and returns its keys and values ``[1, H, T, D]``."""
+"""Blocks until a layer is decoded and returns its keys and values ``[1, H, T, D]``.
+
+They are the same however often it is called, from whichever threads.
+"""
+
+ARRIVAL = threading.Lock()
+"""Held while a layer takes what has arrived, or changes how much of it it will take.
+
+It is one for all layers, since they are copied, and it is held for moments only: nobody waits for a
+stream with it, let alone recomputes chunks. Threads that wait for the same layer are all given its
+tensors, and the first one attaches them: after that they may have grown already.
+"""
 
 
 class GrowingBuffer:
@@ -52,7 +64,7 @@ class GrowingBuffer:
 class _Streamed:
     """Mixin of layers whose keys and values are loaded at first use.
 
-    Until then only lengths are known. Whatever needs tensors triggers the load.
+    Until then only lengths are known. Whatever needs tensors triggers the load, in any thread.
     """
 
     _load: LoadTensors | None = None
@@ -78,12 +90,15 @@ class _Streamed:
 
     def materialize(self) -> None:
         """Block until the tensors are here."""
-        if self._load is None:
+        load = self._load
+        if load is None:
             return
-        keys, values = self._load()
-        self._load = None
-        self.device = keys.device
-        self._keys, self._values = self._visible(keys), self._visible(values)
+        keys, values = load()
+        with ARRIVAL:
+            if self._load is load:  # neither attached meanwhile nor reset
+                self.device = keys.device
+                self._keys, self._values = self._visible(keys), self._visible(values)
+                self._load = None  # last: who finds the layer loaded takes its tensors
 
     def _visible(self, tensor: Tensor) -> Tensor:
         return tensor[:, :, : self._length]
@@ -110,7 +125,8 @@ class _Streamed:
 
     def reset(self) -> None:
         """Forget everything; what is still on its way is not waited for."""
-        self._load = None
+        with ARRIVAL:
+            self._load = None
         super().reset()  # type: ignore[misc]
 
 
@@ -146,9 +162,11 @@ class StreamedLayer(_Streamed, DynamicLayer):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self.is_pending and tokens_to_remove <= 0:
-            self._length = max(self._length + tokens_to_remove, 0)
-        elif self.is_initialized:  # which older native layers take for granted
+        with ARRIVAL:
+            if self.is_pending and tokens_to_remove <= 0:
+                self._length = max(self._length + tokens_to_remove, 0)
+                return
+        if self.is_initialized:  # which older native layers take for granted
             super().crop(tokens_to_remove)
 
 
@@ -225,9 +243,11 @@ class StreamedSlidingLayer(_Streamed, DynamicSlidingWindowLayer):
         return max(length - self.sliding_window + 1, 0) >= self._first
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self.is_pending and self.can_crop(tokens_to_remove):
-            self.cumulative_length = max(self.cumulative_length + tokens_to_remove, 0)
-        elif self.is_initialized:  # which the native layer takes for granted
+        with ARRIVAL:
+            if self.is_pending and self.can_crop(tokens_to_remove):
+                self.cumulative_length = max(self.cumulative_length + tokens_to_remove, 0)
+                return
+        if self.is_initialized:  # which the native layer takes for granted
             self.materialize()
             super().crop(tokens_to_remove)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from hf_cachegen.errors import UnsupportedError
-from hf_cachegen.hf.layers import StreamedLayer
+from hf_cachegen.hf.layers import ARRIVAL, StreamedLayer
 from hf_cachegen.hf.states import LayerStates
 
 LoadStates = Callable[[], LayerStates]
-"""Blocks until the states of a layer are here. May be called again after it was interrupted."""
+"""Blocks until the states of a layer are here: the same ones however often it is called."""
 
 
 class _StreamedStates(LinearAttentionLayer):
@@ -50,19 +50,25 @@ class _StreamedStates(LinearAttentionLayer):
 
     def materialize_states(self) -> None:
         """Block until the states are here."""
-        if self._load_states is None:
+        load = self._load_states
+        if load is None:
             return
         # They are changed where they are, which may be outside of inference mode.
         with torch.inference_mode(False):
-            states = self._load_states()
-            for number, conv in states.conv_states.items():
-                self._conv_states[number] = conv[None].to(self.device)
-                self.is_conv_states_initialized[number] = True
-                self.conv_kernel_size[number] = conv.shape[-1]
-                self.dtype = conv.dtype
-            for number, recurrent in states.recurrent_states.items():
-                self._recurrent_states[number] = recurrent[None].to(self.device)
-                self.is_recurrent_states_initialized[number] = True
+            states = load()
+            with ARRIVAL:
+                if self._load_states is load:  # neither attached meanwhile nor reset
+                    self._attach_loaded(states)
+
+    def _attach_loaded(self, states: LayerStates) -> None:
+        for number, conv in states.conv_states.items():
+            self._conv_states[number] = conv[None].to(self.device)
+            self.is_conv_states_initialized[number] = True
+            self.conv_kernel_size[number] = conv.shape[-1]
+            self.dtype = conv.dtype
+        for number, recurrent in states.recurrent_states.items():
+            self._recurrent_states[number] = recurrent[None].to(self.device)
+            self.is_recurrent_states_initialized[number] = True
         self.has_previous_state = dict(self.is_conv_states_initialized)
         self._load_states = None  # last: until then an interrupt leaves all of it to be done again
 
@@ -146,7 +152,8 @@ class _StreamedStates(LinearAttentionLayer):
 
     def reset(self) -> None:
         """Forget everything; what is still on its way is not waited for."""
-        self._load_states = None
+        with ARRIVAL:
+            self._load_states = None
         super().reset()
 
     def _change_states(self, change: Callable[[Tensor], Tensor]) -> None:

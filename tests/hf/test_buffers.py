@@ -132,3 +132,21 @@ def test_buffers_that_a_pass_has_begun_with_can_be_filled_by_decoders(llama: Any
     for chunk in range(3):
         found.decode(chunk, 0, 0, b"data")
     assert held(found, 0) == list(range(LENGTH))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda found: found.tensors(0),
+        lambda found: found.storage(0),
+        lambda found: found.decode(0, 0, 0, b"data"),
+    ],
+)
+def test_tensors_that_were_released_are_not_given_again(llama: Any, use: Any) -> None:
+    """New ones would hold whatever is in the memory."""
+    found = buffers(llama, [(0,), (1,), (2,)])
+    found.decode(0, 0, 0, b"data")
+    found.release(0)
+    with pytest.raises(RuntimeError, match=r"expected the tensors of layer 0, found.*released"):
+        use(found)
+    found.tensors(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ STREAMS = {
     "recomputed between": ((RAW, TEXT, LOSSLESS), ()),
     "refined after a recomputation has read it": ((COARSE, TEXT, COARSE), ((2, RAW), (0, RAW))),
     "refined after it was recomputed": ((TEXT, COARSE, COARSE), ((0, RAW),)),
-    "recomputed over what was decoded": ((RAW, RAW, COARSE), ((2, TEXT), (0, LOSSLESS))),
 }
 """Levels of the three chunks, and refinements (chunk, level)."""
 
@@ -84,8 +84,8 @@ def watch_model(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return found
 
-    def watched_load(self: Any, layer: int) -> Any:
-        keys, values = load(self, layer)
+    def watched_load(self: Any, layer: int, kept: list[Any]) -> Any:
+        keys, values = load(self, layer, kept)
         gpu.work("attention", reads=((layer, token) for token in range(keys.shape[2])))
         return keys, values
 
@@ -214,6 +214,54 @@ def test_memory_in_use_by_decoding_is_not_freed_when_the_stream_is_closed(
     second = {tensor.data_ptr() for tensor in buffers[0]}
     assert kept == first | second
     assert watched.races == []
+
+
+@pytest.mark.parametrize("beside_a_pass", [False, True])
+@pytest.mark.parametrize(
+    ("context", "name"),
+    # A window does not reach back to where a chunk in the middle could be recomputed from.
+    [*(("llama", name) for name in STREAMS), ("gemma", "decoded"), ("gemma", "refined")],
+)
+def test_threads_that_wait_at_once_get_the_same(
+    request: Any, scripted: Any, tricky_store: Any, context: str, name: str, beside_a_pass: bool
+) -> None:
+    """And a pass meanwhile or afterwards gets what it gets alone."""
+    published = request.getfixturevalue(context)
+    alone = published.forward(open_cache(published, scripted_policy(scripted, name)), SUFFIX)
+    for _ in range(3):
+        store = tricky_store(published.folder, withhold_from=0)
+        cache = open_cache(published, scripted_policy(scripted, name), store)
+        with ThreadPoolExecutor(3) as pool:
+            waits = [pool.submit(cache.wait) for _ in range(3)]
+            opening = threading.Timer(0.02, store.gate.set)
+            opening.start()
+            if beside_a_pass:
+                found = published.forward(cache, SUFFIX)
+            for wait in waits:
+                wait.result(timeout=20)
+        if not beside_a_pass:
+            found = published.forward(cache, SUFFIX)
+        torch.testing.assert_close(found, alone)
+        assert all(layer.get_seq_length() == 73 for layer in cache.layers)
+
+
+def test_waits_of_other_threads_are_not_those_of_a_pass(
+    llama: Any, tricky_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tricky_store(llama.folder, withhold_from=0)
+    cache = open_cache(llama, FixedLevel(RAW), store)
+    incoming, noted = cache._incoming, []
+    monkeypatch.setattr(incoming.stream.costs, "note_pass", lambda *args: noted.append(args))
+    incoming.begin_pass()
+    waiting = threading.Thread(target=cache.wait)
+    waiting.start()
+    waiting.join(0.1)
+    store.gate.set()
+    waiting.join(20)
+    incoming.end_pass(70, 3)
+    ((start, n_tokens, seconds),) = noted
+    assert (start, n_tokens) == (70, 3)
+    assert seconds >= 0.1
 
 
 def tensors_of(cache: Any) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_cachegen.hf.layers import GrowingBuffer, StreamedLayer, StreamedSlidingLayer
+from hf_cachegen.hf.layers import (
+    GrowingBuffer,
+    StreamedLayer,
+    StreamedPrunedLayer,
+    StreamedSlidingLayer,
+)
 
 LENGTH, CAPACITY, WINDOW = 9, 14, 5
 
@@ -143,6 +149,53 @@ def test_pending_layer_reads_nothing_for_lengths_crops_and_resets() -> None:
         layer.crop(-1)
         assert layer.get_seq_length() == 0
         assert layer.keys is None
+
+
+LAYERS = {
+    "full": StreamedLayer,
+    "pruned": StreamedPrunedLayer,
+    "sliding": lambda: StreamedSlidingLayer(sliding_window=WINDOW),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "length"),
+    [
+        (lambda layer: layer.update(*states(2)), LENGTH + 2),
+        (lambda layer: layer.crop(-2), LENGTH - 2),
+        (lambda layer: layer.reset(), 0),
+    ],
+    ids=["update", "crop", "reset"],
+)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_thread_that_has_waited_undoes_nothing(kind: str, change: Any, length: int) -> None:
+    """Another changes the layer after the first was given its tensors and before it takes them."""
+    expected, layer = LAYERS[kind](), LAYERS[kind]()
+    tensors = loading()()
+    for prepared in (expected, layer):
+        prepared.attach(lambda: tuple(tensor.clone() for tensor in tensors), LENGTH)
+    change(expected)
+    given, changed = threading.Event(), threading.Event()
+
+    def load() -> tuple[Tensor, ...]:
+        if threading.current_thread() is waiting:
+            given.set()
+            assert changed.wait(10)
+        return tensors
+
+    layer.attach(load, LENGTH)
+    waiting = threading.Thread(target=layer.materialize)
+    waiting.start()
+    assert given.wait(10)
+    with torch.no_grad():
+        change(layer)
+    changed.set()
+    waiting.join(10)
+    assert not layer.is_pending
+    assert layer.get_seq_length() == expected.get_seq_length() == length
+    for found, wanted in ((layer.keys, expected.keys), (layer.values, expected.values)):
+        assert (found is None) == (wanted is None) == (length == 0)
+        assert found is None or torch.equal(found, wanted)
 
 
 @given(pieces=st.lists(st.integers(1, 7), min_size=1, max_size=12))

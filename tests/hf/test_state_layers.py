@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -217,3 +218,34 @@ def test_interrupted_layer_is_filled_at_the_next_use(attention: bool) -> None:
         assert layer.states_pending
     assert_alike(layer, native(recurrent=True, attention=attention))
     assert not layer.states_pending
+
+
+@pytest.mark.parametrize("change", ["update", "reset"])
+@pytest.mark.parametrize("attention", [False, True])
+def test_thread_that_has_waited_undoes_nothing(attention: bool, change: str) -> None:
+    """Another has changed the states after the first was given them and before it took them."""
+    layer = streamed(recurrent=True, attention=attention)
+    given, changed = threading.Event(), threading.Event()
+
+    def load() -> LayerStates:
+        if threading.current_thread() is waiting:
+            given.set()
+            assert changed.wait(10)
+        return stored(recurrent=True)
+
+    layer.attach_states(load, CPU)
+    waiting = threading.Thread(target=layer.materialize_states)
+    waiting.start()
+    assert given.wait(10)
+    newest = drawn(3, 1, 3, 5)
+    if change == "update":
+        layer.update_recurrent_state(newest)
+    else:
+        layer.reset()
+    changed.set()
+    waiting.join(10)
+    assert not layer.states_pending
+    if change == "update":
+        assert torch.equal(layer.recurrent_states[0], newest)
+    else:
+        assert not any(layer.has_previous_state.values())
