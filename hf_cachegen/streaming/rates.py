@@ -27,6 +27,9 @@ REMEMBERED_S = 300.0
 REMEMBERED_TRANSFERS = 4
 """How many of them: half of what an estimate takes in, so that the stream's own soon prevail."""
 
+_TOKEN = 1
+"""Place of the cost per token among a pass's."""
+
 _MEMORY = 0.5
 """Weight of what was known before in a new estimate of the prefill's speed."""
 
@@ -53,6 +56,9 @@ class PrefillCost:
     def fit(cls, passes: Sequence[tuple[int, int, float]]) -> PrefillCost:
         """The non-negative costs that come closest to measured passes, relative to each.
 
+        Tokens always cost something: where measurements say that overhead is all, they say nothing
+        of longer passes.
+
         Parameters
         ----------
         passes
@@ -63,6 +69,8 @@ class PrefillCost:
         fits = []
         for count in (3, 2, 1):
             for columns in map(list, itertools.combinations(range(3), count)):
+                if _TOKEN not in columns:
+                    continue
                 costs = np.zeros(3)
                 costs[columns] = np.linalg.lstsq(terms[:, columns], np.ones(len(passes)))[0]
                 if (costs >= 0).all():

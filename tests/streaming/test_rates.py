@@ -34,6 +34,17 @@ def test_costs_are_never_negative(seconds: tuple[float, ...]):
     assert found.seconds(6000, 1500) >= found.seconds(0, 1500) >= found.seconds(0, 10) > 0
 
 
+@given(st.floats(0.001, 10), st.floats(1.5, 100), st.floats(1, 4), st.sampled_from([32, 256, 2048]))
+def test_tokens_are_never_free(short_s: float, share: float, late_share: float, n_long: int):
+    """However much noise there was: many times as many take several times as long."""
+    long_s = short_s * share
+    late_s = late_share * (short_s + long_s) / 2
+    found = PrefillCost.fit(
+        [(0, 16, short_s), (0, n_long, long_s), (2048, n_long // 2, late_s)],
+    )
+    assert found.seconds(0, 64 * n_long) > 8 * min(long_s, late_s)
+
+
 def test_prefill_is_unknown_until_measured_and_then_learns():
     rates = MachineRates()
     assert rates.prefill_s(0, 100) is None
