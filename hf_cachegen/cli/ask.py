@@ -9,6 +9,7 @@ import typer
 
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.cli import options
+from hf_cachegen.cli.locations import open_location
 from hf_cachegen.cli.output import count, megabytes, print_table
 from hf_cachegen.config import MANIFEST_NAME
 from hf_cachegen.errors import StoreNotFound
@@ -103,10 +104,10 @@ def generate(
 def _check_asked(location: str, asked: dict[str, Any], hub_options: dict[str, Any]) -> None:
     """Refuse a location without a cache, or what it cannot do, before the wait for a model."""
     from hf_cachegen.hf.policies import check_request, resolve_policy
-    from hf_cachegen.stores import HubStore, open_store
+    from hf_cachegen.stores import HubStore
 
     check_request(**asked)
-    with open_store(location, **hub_options) as store:
+    with open_location(location, **hub_options) as store:
         if not isinstance(store, HubStore):
             resolve_policy(Artifact.open(store).manifest.levels, **asked)
         # What is read of a repository stays on this machine, and the times would be too good.

@@ -12,6 +12,7 @@ import typer
 from hf_cachegen.artifact import EMBEDDED, Artifact, Manifest
 from hf_cachegen.artifact.summary import stored_values, summarise_levels
 from hf_cachegen.cli import options
+from hf_cachegen.cli.locations import open_location
 from hf_cachegen.cli.output import (
     bytes_bar,
     count,
@@ -50,9 +51,7 @@ def info(
     if location is None:
         _show(_installation(), json, _print_installation)
         return
-    from hf_cachegen.stores import open_store
-
-    with open_store(location, revision=revision, token=token, endpoint=endpoint) as store:
+    with open_location(location, revision=revision, token=token, endpoint=endpoint) as store:
         if is_table(store):
             _show(_describe_table(store), json, _print_table)
             return
@@ -70,9 +69,9 @@ def verify(
     endpoint: options.Endpoint = None,
 ) -> None:
     """Check every byte of a cache or a table."""
-    from hf_cachegen.stores import HubStore, LocalStore, open_store
+    from hf_cachegen.stores import HubStore, LocalStore
 
-    with open_store(location, revision=revision, token=token, endpoint=endpoint) as store:
+    with open_location(location, revision=revision, token=token, endpoint=endpoint) as store:
         if is_table(store):
             from hf_cachegen.tables import ModelTable  # imports torch
 

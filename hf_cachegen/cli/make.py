@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,6 +77,7 @@ def encode(
         options.read_text(text[0])
     for folder in filter(None, (out, into)):
         check_writable(folder)
+    _check_apart_from(model, filter(None, (*targets, into)))
     from hf_cachegen.cli.models import load_model
     from hf_cachegen.cli.sharing import processes, work_through
     from hf_cachegen.hf.settings import choose
@@ -154,6 +155,16 @@ def _targets(texts: Sequence[Path], out: Path | None, into: Path | None) -> dict
             )
         targets[folder] = path
     return targets
+
+
+def _check_apart_from(model: str, folders: Iterable[Path]) -> None:
+    """Raise ValueError if one of the folders is the model's own, whose files are not ours."""
+    for folder in folders:
+        if folder.resolve() == Path(model).resolve():
+            raise ValueError(
+                f"expected a folder other than the model's to write to, got {folder}; choose a "
+                "new one"
+            )
 
 
 def _report(outcome: Outcome) -> None:

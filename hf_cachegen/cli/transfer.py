@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_cachegen.artifact import EMBEDDED, Artifact
+from hf_cachegen.artifact.files import check_writable
 from hf_cachegen.cli import options
 from hf_cachegen.cli.inspect import is_table, verify_artifact
+from hf_cachegen.cli.locations import open_location
 from hf_cachegen.cli.output import bytes_bar, megabytes
-from hf_cachegen.errors import StoreError
+from hf_cachegen.errors import StoreError, StoreNotFound
 
 if TYPE_CHECKING:
     from hf_cachegen.stores import Store
@@ -54,15 +56,22 @@ def push(
     push_options = {name: value for name, value in given.items() if value is not None}
     with LocalStore(folder) as store:
         table = is_table(store)
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]
 
     from hf_cachegen.hf.hub import push_artifact
     from hf_cachegen.hf.table_hub import push_table
 
     try:
         url = (push_table if table else push_artifact)(folder, repo, **push_options)
-    except HTTPError as error:
+    except HfHubHTTPError as error:
         raise StoreError(f"cannot push to {repo}: {error}") from error
+    except HTTPError as error:  # without an answer
+        raise StoreError(
+            f"cannot push to {repo}: the Hub at {endpoint or constants.ENDPOINT} cannot be reached "
+            f"({str(error) or type(error).__name__}); check the link and that address (--endpoint, "
+            "HF_ENDPOINT), then run the same command again"
+        ) from error
     print(url)
 
 
@@ -88,10 +97,10 @@ def fetch(
     It can then be used without a network. Interrupted, it goes on from where it was when it is run
     again: with -o from the last byte, else from the last whole file.
     """
-    from hf_cachegen.stores import open_store
-
+    if out is not None:
+        check_writable(out)
     hub_options: dict[str, Any] = {"token": token, "endpoint": endpoint}
-    with open_store(location, revision=revision, **hub_options) as store:
+    with open_location(location, revision=revision, **hub_options) as store:
         folder = _download(store) if out is None else _copy(store, out, overwrite)
     from hf_cachegen.stores import LocalStore
 
@@ -127,20 +136,25 @@ def _copy_table(store: Store, out: Path) -> Path:
 
     record = TableRecord.read(store)
     with _goes_on(sum(entry.arrays.size_bytes for entry in record.codecs), out) as progress:
-        download_table(record, store, "", out, progress=progress)
+        try:
+            download_table(record, store, "", out, progress=progress)
+        except OSError as error:
+            raise StoreError(f"cannot write to {out}: {error}") from error
     return out
 
 
 @contextlib.contextmanager
 def _goes_on(size_bytes: int, out: Path) -> Iterator[Callable[[int], object]]:
-    """A bar for a copy; if the copy fails, say what is there, and how to get the rest."""
+    """A bar for a copy; if it fails when it has begun, say what is there, and how to go on."""
     with bytes_bar("fetch", size_bytes) as bar:
         try:
             yield bar.update
         except StoreError as error:
+            if not bar.n or isinstance(error, StoreNotFound):
+                raise
             raise type(error)(
-                f"{error}; {megabytes(bar.n)} of {megabytes(size_bytes)} are there for {out}: run "
-                "the same command again to go on"
+                f"{error}; {megabytes(bar.n)} of {megabytes(size_bytes)} are there for {out}: once "
+                "that is mended, run the same command again to go on"
             ) from error
 
 

@@ -19,6 +19,7 @@ from hf_cachegen.hf.profiling import is_of_one_cache
 from hf_cachegen.layout import KVLayout
 from hf_cachegen.levels import codec_for, table_codecs
 from hf_cachegen.stores import HubStore, LocalStore, Store, open_store
+from hf_cachegen.streaming.meter import Meter
 from hf_cachegen.tables import ModelTable, TableRecord
 from hf_cachegen.tables.download import download_table
 
@@ -119,19 +120,64 @@ class LevelCodecs:
                 self._codecs[level] = codec_for(record, self._layout, table, kept=self._kept)
             return self._codecs[level]
 
-    def prepare(self, level: int) -> None:
-        """Fetch the part of the table that a level needs, unless it is at hand."""
+    def prepare(self, level: int, meter: Meter) -> None:
+        """Fetch the part of the table that a level needs, unless it is at hand.
+
+        The meter expects it from then on, and is told as it arrives, whoever may fetch it.
+        """
         needed = table_codecs([self._levels[level]])
         if self._parts is not None and not all(map(self._parts.is_at_hand, needed)):
-            self[level]
+            with self._parts.watchers.joined_by(meter):
+                self[level]
 
     def table(self) -> ModelTable | None:
         """The artefact's table, all of its codecs; None if it has none."""
         return None if self._parts is None else self._parts.whole()
 
 
+class _Watchers:
+    """Meters of transfers that wait for a table to arrive."""
+
+    def __init__(self) -> None:
+        self._meters: list[Meter] = []
+        self._left_bytes = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def joined_by(self, meter: Meter) -> Iterator[None]:
+        """A meter expects what is left of the table, and is told of it."""
+        with self._lock:
+            self._meters.append(meter)
+            meter.expect_more(self._left_bytes)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._meters.remove(meter)
+
+    def expect(self, size_bytes: int) -> None:
+        """So much of a table is about to arrive."""
+        with self._lock:
+            self._left_bytes = size_bytes
+            for meter in self._meters:
+                meter.expect_more(size_bytes)
+
+    def progress(self, size_bytes: int) -> None:
+        """Some of it has arrived, or was damaged if negative."""
+        with self._lock:
+            self._left_bytes -= size_bytes
+            for meter in self._meters:
+                meter.progress(size_bytes)
+
+
 class _TableParts:
-    """The parts of an artefact's table, one for each codec, found when first asked for."""
+    """The parts of an artefact's table, one for each codec, found when first asked for.
+
+    Attributes
+    ----------
+    watchers
+        Who is told as a part arrives.
+    """
 
     def __init__(
         self,
@@ -148,6 +194,7 @@ class _TableParts:
         self._hub_options = hub_options
         self._found: dict[str, ModelTable] = {}
         self._locks = {codec: threading.Lock() for codec in reference.codecs}
+        self.watchers = _Watchers()
         if source is not None:
             self._check_source(source)
 
@@ -213,7 +260,7 @@ class _TableParts:
         with self._opened() as (store, folder):
             record = TableRecord.read(store, folder).subset([codec])
             self._check(record, [codec], f"{self._location} now holds")
-            return _acquire(record, store, folder, is_wanted)
+            return _acquire(record, store, folder, is_wanted, self.watchers)
 
     @property
     def _location(self) -> str | os.PathLike[str]:
@@ -241,12 +288,15 @@ def _acquire(
     store: Store,
     folder: str = "",
     is_wanted: Callable[[], bool] = lambda: True,
+    watchers: _Watchers | None = None,
 ) -> ModelTable:
     """The table of a record, of whose codecs the table cache has or gets each that it may keep."""
     if isinstance(store, LocalStore) or is_of_one_cache(record):
         return ModelTable.read(record, store, folder)
+    watchers = watchers or _Watchers()
     parts = [
-        _acquire_part(record.subset([c]), store, folder, is_wanted) for c in record.codec_names
+        _acquire_part(record.subset([codec]), store, folder, is_wanted, watchers)
+        for codec in record.codec_names
     ]
     return ModelTable(
         record,
@@ -256,7 +306,11 @@ def _acquire(
 
 
 def _acquire_part(
-    record: TableRecord, store: Store, folder: str, is_wanted: Callable[[], bool]
+    record: TableRecord,
+    store: Store,
+    folder: str,
+    is_wanted: Callable[[], bool],
+    watchers: _Watchers,
 ) -> ModelTable:
     ((codec, digest),) = record.digests.items()
     kept = _kept(codec, digest)
@@ -264,7 +318,15 @@ def _acquire_part(
         return kept
     # A table cache that cannot be written to costs time only.
     with contextlib.suppress(OSError, ValueError):
-        return download_table(record, store, folder, _cache_folder(digest), is_wanted=is_wanted)
+        watchers.expect(sum(entry.arrays.size_bytes for entry in record.codecs))
+        return download_table(
+            record,
+            store,
+            folder,
+            _cache_folder(digest),
+            progress=watchers.progress,
+            is_wanted=is_wanted,
+        )
     return ModelTable.read(record, store, folder)
 
 

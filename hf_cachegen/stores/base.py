@@ -34,10 +34,16 @@ class Store(ABC):
         Where the files are, for messages; it carries no credentials.
     is_closed
         Whether :meth:`close` was called.
+    latency_s
+        The longest that answers have taken lately; 0 where there is no way to go.
     """
 
     location: str
     is_closed: bool = False
+
+    @property
+    def latency_s(self) -> float:
+        return 0.0
 
     def read(self, path: str, offset: int = 0, size: int | None = None, *, max_bytes: int) -> bytes:
         """Read a whole file, or ``size`` bytes of it from ``offset`` on.
@@ -112,6 +118,10 @@ class Store(ABC):
         return f"{type(self).__name__}({self.location!r})"
 
 
+class TruncatedError(StoreError):
+    """A file of the store ends before the bytes asked for."""
+
+
 def intact(read: Callable[[], T]) -> T:
     """What a read gives; if that was damaged, maybe only on its way, what a second one gives.
 
@@ -134,11 +144,11 @@ def too_large(location: str, path: str, size_bytes: int, max_bytes: int) -> Stor
     )
 
 
-def too_short(location: str, path: str, size_bytes: int, stop: int) -> StoreError:
+def too_short(location: str, path: str, size_bytes: int, stop: int) -> TruncatedError:
     """The error of a file that ends before the range asked for."""
-    return StoreError(
-        f"{path} in {location} ends at byte {size_bytes} where byte {stop} was expected: "
-        "the file is truncated; fetch or save the artefact again"
+    return TruncatedError(
+        f"{path} in {location} ends at byte {size_bytes} where byte {stop} was expected: the file "
+        "is truncated, or its record is wrong; fetch, save or publish the artefact again"
     )
 
 

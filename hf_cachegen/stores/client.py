@@ -63,6 +63,12 @@ class RangeClient:
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
+    @property
+    def latency_s(self) -> float:
+        """The longest that the server's latest answers have taken; 0 before the first."""
+        with self._lock:
+            return max(self._answers_s, default=0.0)
+
     def pieces(
         self, url: httpx.URL, offset: int, size: int | None, max_bytes: int
     ) -> Generator[bytes, None, None]:
@@ -126,11 +132,9 @@ class RangeClient:
 
     def _silence_s(self, attempt: int) -> float:
         """How long an attempt, counted from 1, waits for anything to come."""
-        with self._lock:
-            slowest_s = max(self._answers_s, default=None)
-        if slowest_s is None or attempt > self._retries:
+        if not self._answers_s or attempt > self._retries:
             return self._timeout_s
-        first_s = max(MIN_SILENCE_S, SILENCE_RATIO * slowest_s)
+        first_s = max(MIN_SILENCE_S, SILENCE_RATIO * self.latency_s)
         return min(first_s * SILENCE_GROWTH ** (attempt - 1), self._timeout_s)
 
     def _get(

@@ -8,11 +8,12 @@ import hashlib
 import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
 from hf_cachegen.errors import FormatError, StoreError
-from hf_cachegen.stores.base import Store, intact
+from hf_cachegen.stores.base import Store, TruncatedError, intact
 
 PART_SUFFIX = ".part"
 """Ends the names of files, and of folders of such files, that are not complete."""
@@ -52,6 +53,12 @@ def part_of(target: Path) -> Path:
     return target.with_name(f"{target.name}{PART_SUFFIX}")
 
 
+def remove_link(path: Path) -> None:
+    """Remove a symbolic link from a place to write to: what it points to is somebody else's."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+
+
 def download(
     store: Store,
     file: RemoteFile,
@@ -63,8 +70,8 @@ def download(
     """Copy a file of a store, unless it is there.
 
     Until it is complete and intact, its bytes are in :func:`part_of` the target, and the next call
-    goes on from there, in this process or another. Who calls it for the same target at the same
-    time costs the link more and does no harm.
+    goes on from there, in this process or another. A symbolic link there is not followed. Who
+    calls it for the same target at the same time costs the link more and does no harm.
 
     Parameters
     ----------
@@ -83,7 +90,7 @@ def download(
     StoreError
         The file cannot be read; the message says how much of it is kept.
     FormatError
-        It is damaged in the store. Nothing is kept.
+        It is damaged in the store, or shorter than expected. Nothing is kept.
     OSError
         The target cannot be written.
     """
@@ -102,26 +109,17 @@ def _complete(
     is_wanted: Callable[[], bool],
 ) -> None:
     part = part_of(target)
-    part.touch()
-    # Not in append mode: two that write the same bytes to the same places do no harm.
-    with part.open("r+b") as out:
-        found = hashlib.file_digest(out, file.new_hash)
-        progress(out.tell())
-        if out.tell() < file.size_bytes:
-            for piece in _missing_pieces(store, file, out.tell(), is_wanted):
-                out.write(piece)
-                found.update(piece)
-                progress(len(piece))
-        out.flush()
-        os.fsync(out.fileno())
+    damage: FormatError | None = None
+    with _open_part(part) as out:
+        try:
+            _fill(out, store, file, progress, is_wanted)
+        except FormatError as error:
+            damage = error
         size_bytes = out.tell()
-    if (size_bytes, found.hexdigest()) != (file.size_bytes, file.digest):
+    if damage is not None:
         part.unlink(missing_ok=True)
         progress(-size_bytes)
-        raise FormatError(
-            f"{file.path} in {store.location}: expected {file.size_bytes} bytes of digest "
-            f"{file.digest}, found {size_bytes} of {found.hexdigest()}; the file is damaged there"
-        )
+        raise damage
     try:
         part.replace(target)
     except FileNotFoundError:  # somebody else has completed it
@@ -129,10 +127,46 @@ def _complete(
             raise
 
 
+def _open_part(part: Path) -> BufferedRandom:
+    """Open a file for reading and writing, a new one unless there is a real file."""
+
+    def open_real(path: str, flags: int) -> int:
+        # Where the system knows the flag, no link can slip in after the look.
+        return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    remove_link(part)
+    # Not in append mode: two that write the same bytes to the same places do no harm.
+    return open(part, "r+b", opener=open_real)
+
+
+def _fill(
+    out: BufferedRandom,
+    store: Store,
+    file: RemoteFile,
+    progress: Callable[[int], object],
+    is_wanted: Callable[[], bool],
+) -> None:
+    """Add what is missing to what a file has, and check it; FormatError if it cannot be right."""
+    found = hashlib.file_digest(out, file.new_hash)
+    progress(out.tell())
+    if out.tell() < file.size_bytes:
+        for piece in _missing_pieces(store, file, out.tell(), is_wanted):
+            out.write(piece)
+            found.update(piece)
+            progress(len(piece))
+    out.flush()
+    os.fsync(out.fileno())
+    if (out.tell(), found.hexdigest()) != (file.size_bytes, file.digest):
+        raise FormatError(
+            f"{file.path} in {store.location}: expected {file.size_bytes} bytes of digest "
+            f"{file.digest}, found {out.tell()} of {found.hexdigest()}; the file is damaged there"
+        )
+
+
 def _missing_pieces(
     store: Store, file: RemoteFile, position: int, is_wanted: Callable[[], bool]
 ) -> Generator[bytes, None, None]:
-    """What lies behind a position; an error says how far it came."""
+    """What lies behind a position; an error says how far it came, if the next attempt goes on."""
     try:
         pieces = store.stream(file.path, position, file.size_bytes - position)
         with contextlib.closing(pieces):
@@ -141,7 +175,11 @@ def _missing_pieces(
                 yield piece
                 if not is_wanted():
                     raise StoreError(f"{file.path} in {store.location} is not wanted any more")
+    except TruncatedError as error:
+        raise FormatError(f"{error}; nothing of it is kept") from error
     except StoreError as error:
+        if not position:
+            raise
         raise type(error)(
             f"{error}; {position} of {file.size_bytes} bytes are kept, from which the next attempt "
             "goes on"

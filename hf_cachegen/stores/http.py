@@ -43,6 +43,10 @@ class HttpStore(Store):
         self.location = str(public_url(self._url))
         self._client = RangeClient({**(headers or {}), **bearer}, timeout_s, retries)
 
+    @property
+    def latency_s(self) -> float:
+        return self._client.latency_s
+
     def exists(self, path: str) -> bool:
         return self._client.exists(self._file_url(check_path(path)))
 

@@ -116,6 +116,10 @@ class HubStore(Store):
         self.location = f"hf://{repo_id}@{self.commit}" + (f"/{subfolder}" if subfolder else "")
         self._client = RangeClient(build_hf_headers(token=token), timeout_s, retries)
 
+    @property
+    def latency_s(self) -> float:
+        return self._client.latency_s
+
     def exists(self, path: str) -> bool:
         if self._cached(check_path(path)) is not None:
             return True

@@ -7,7 +7,7 @@ import time
 from email.utils import parsedate_to_datetime
 
 from hf_cachegen.errors import StoreError, StoreNotFound
-from hf_cachegen.stores.base import too_large, too_short
+from hf_cachegen.stores.base import TruncatedError, too_large, too_short
 
 try:
     import httpx2 as httpx
@@ -159,7 +159,9 @@ def check_status(response: httpx.Response, url: httpx.URL) -> None:
             f"{public_url(url)} refuses access (status {status}): pass a token that may read it"
         )
     if status == 416:
-        raise StoreError(f"{public_url(url)} is shorter than the range asked for: it is truncated")
+        raise TruncatedError(
+            f"{public_url(url)} is shorter than the range asked for: it is truncated"
+        )
     wait_s = _retry_after_s(response.headers.get("Retry-After"))
     if status in _TRANSIENT_STATUS and (wait_s is None or wait_s <= MAX_RETRY_AFTER_S):
         raise TransientError(f"the server answers status {status}", wait_s)

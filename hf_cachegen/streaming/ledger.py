@@ -255,6 +255,8 @@ class Ledger:
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait for a change that makes something so; that refinements end counts as one."""
-        while not ready():
-            left_s = self._stop_at - time.monotonic()
+        while True:
+            left_s = self._stop_at - time.monotonic()  # before asking, so that no end is missed
+            if ready():
+                return
             self._changed.wait(left_s if 0 < left_s < math.inf else None)

@@ -24,6 +24,8 @@ class Meter:
     ----------
     expected_bytes
         What is expected to arrive.
+    patience_s
+        How long nothing may come at first: a server's answer takes its time.
 
     Attributes
     ----------
@@ -31,20 +33,24 @@ class Meter:
         What has arrived.
     latency_s
         From the start to the first bytes; None before they came.
+    is_given_up
+        Whether nobody wants what has not arrived yet.
     """
 
-    def __init__(self, expected_bytes: int = 0) -> None:
+    def __init__(self, expected_bytes: int = 0, patience_s: float = 0.0) -> None:
         self._lock = threading.Lock()
-        self._expected_bytes = expected_bytes
+        self._patience_s = max(patience_s, RECENT_S)
         self._held_up: tuple[int, float] | None = None
-        self.restart()
+        self.is_given_up = False
+        self.restart(expected_bytes)
 
-    def restart(self) -> None:
+    def restart(self, expected_bytes: int) -> None:
         """Begin to measure: the request is sent, and the receiver waits.
 
         What was held up before stays so.
         """
         with self._lock:
+            self._expected_bytes = expected_bytes
             self.size_bytes = 0
             self.latency_s: float | None = None
             self._first_bytes = 0
@@ -73,6 +79,14 @@ class Meter:
         """Tell how much will arrive in all."""
         self._expected_bytes = size_bytes
 
+    def expect_more(self, size_bytes: int) -> None:
+        """Tell how much will arrive besides."""
+        self._expected_bytes += size_bytes
+
+    def give_up(self) -> None:
+        """Tell whoever receives that nobody wants the rest."""
+        self.is_given_up = True
+
     def wait(self) -> None:
         """Note that the receiver waits for more from now on."""
         with self._lock:
@@ -89,6 +103,11 @@ class Meter:
             if self.latency_s is None:
                 self.latency_s, self._first_bytes = now_s - self._started_s, size_bytes
             self._arrivals.append((self._waited_s, self.size_bytes))
+
+    def progress(self, size_bytes: int) -> None:
+        """Note that bytes have come, and that the receiver waits for more."""
+        self.received(size_bytes)
+        self.wait()
 
     @property
     def is_held_up(self) -> bool:
@@ -117,18 +136,22 @@ class Meter:
         return size / max(seconds, 1e-9)
 
     def recent_bytes_per_s(self) -> float | None:
-        """The link's present rate; None if the receiver has not waited for :data:`RECENT_S` yet.
+        """The link's present rate; None if the receiver has not waited for long enough to tell.
 
-        It is that of the last half of the time spent waiting: a link that has been slow for as long
-        as it was fast is slow, and one that has stood still for long will for long.
+        It is that of the last half of the time spent waiting since the first bytes: a link that has
+        been slow for as long as it was fast is slow, and one that has stood still for long will for
+        long.
         """
         with self._lock:
             waited_s = self._waited_until(time.monotonic())
-            if waited_s < RECENT_S:
+            if self.latency_s is None:
+                return None if waited_s < self._patience_s else 0.0
+            if waited_s - self._arrivals[1][0] < RECENT_S:
                 return None
-            window_s = max(RECENT_S, waited_s / 2)
+            window_s = max(RECENT_S, (waited_s - self._arrivals[1][0]) / 2)
             before = bisect.bisect_right(self._arrivals, waited_s - window_s, key=itemgetter(0))
-            return (self.size_bytes - self._arrivals[before - 1][1]) / window_s
+            arrived_bytes = self.size_bytes - self._arrivals[before - 1][1]
+            return max(arrived_bytes, 0) / window_s  # what was damaged counts no more
 
     def _measured(self) -> tuple[int, float]:
         """Bytes and seconds before the transfer was held up."""

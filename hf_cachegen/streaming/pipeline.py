@@ -44,6 +44,9 @@ codec with a segment a layer, a decoder finds as many of one layer."""
 RECONSIDER_S = 0.5
 """How often a policy is asked again about a chunk of which nothing arrives."""
 
+LATENCIES = 4.0
+"""A server whose answer takes so many times as long as others did stands still."""
+
 LATE_RATIO = 1.25
 """A policy is asked again about a chunk that will take so many times as long as was expected."""
 
@@ -54,8 +57,9 @@ all their values of this chunk."""
 DecodeSegments = Callable[[int, int, Sequence[tuple[int, bytes]]], Sequence[int]]
 """Called with (level, layer, [(chunk, data), ...]), as :data:`DecodeSegment` for each of them."""
 
-PrepareLevel = Callable[[int], None]
-"""Called with a level before its first segment is fetched: gets what decoding it needs besides."""
+PrepareLevel = Callable[[int, Meter], None]
+"""Called with a level before its first segment is fetched: gets what decoding it needs besides. The
+meter, which expects the segments, is to expect that, too, and to be told as it arrives."""
 
 RecomputeChunk = Callable[[int], Iterator[None]]
 """Called with a chunk whose predecessors are in place. Each step of the iterator is a piece of
@@ -100,7 +104,7 @@ class ChunkStream:
         layers: Sequence[Sequence[int]],
         decode: DecodeSegment,
         *,
-        prepare: PrepareLevel = lambda level: None,
+        prepare: PrepareLevel = lambda level, meter: None,
         decode_many: DecodeSegments | None = None,
         recompute: RecomputeChunk | None = None,
         holds_past: Sequence[bool] | None = None,
@@ -230,7 +234,7 @@ class ChunkStream:
             self._ledger.fail(error)
         finally:
             for transfer in filter(None, self._ahead):
-                transfer.segments.close()
+                transfer.close()
             self._reader.forget()
             self._decoders.shutdown(wait=False)  # they end when nothing is left to decode
             self._ledger.end_fetching()
@@ -275,7 +279,7 @@ class ChunkStream:
             may_turn = self._may_prefer_text(step) and self._now.can_recompute(step.chunk)
             if self._ledger.ended or not may_turn:
                 raise
-            self._link_gone = isinstance(error, StoreUnreachable)
+            self._link_gone |= isinstance(error, StoreUnreachable)
             logger.warning("chunk %d is recomputed from its text: %s", step.chunk, error)
             return False
 
@@ -307,7 +311,7 @@ class ChunkStream:
         except (StoreError, FormatError):
             return False  # what is in place is good enough
         finally:
-            transfer.segments.close()
+            transfer.close()
 
     def _begin(self, chunk: int, level: int, wanted: Refinement | None = None) -> StreamStep:
         step = self._now.begin(chunk, level, wanted)
@@ -317,13 +321,14 @@ class ChunkStream:
 
     def _transfer(self, step: StreamStep, size_bytes: int, stop_s: float = math.inf) -> _Transfer:
         """Ask for a chunk's segments."""
-        meter = Meter(size_bytes)
+        meter = Meter(size_bytes, LATENCIES * self.artifact.store.latency_s)
         pause_s = RECONSIDER_S if self._may_prefer_text(step) else None
         return _Transfer(step, meter, Receiving(self._read(step, meter), pause_s), stop_s)
 
     def _read(self, step: StreamStep, meter: Meter) -> Generator[tuple[int, bytes], None, None]:
-        self._prepare(step.level)
-        meter.restart()
+        size_bytes = meter.left_bytes
+        self._prepare(step.level, meter)
+        meter.restart(size_bytes)
         yield from self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
 
     def _fetch(self, transfer: _Transfer) -> bool:
@@ -354,7 +359,7 @@ class ChunkStream:
                 asked_ahead = asked_ahead or self._ask_ahead(transfer, n_missing)
             arrived = True
         finally:
-            transfer.segments.close()
+            transfer.close()
             self._note_transfer(step, meter)
             # Of a chunk that was given up, the first part may have come over a better link.
             recent = meter.recent_bytes_per_s()
@@ -518,6 +523,11 @@ class _Transfer(NamedTuple):
     meter: Meter
     segments: Receiving[tuple[int, bytes]]
     stop_s: float
+
+    def close(self) -> None:
+        """End it; what has not arrived is not wanted."""
+        self.meter.give_up()
+        self.segments.close()
 
 
 def _refines(policy: Policy) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.container import ChunkIndex
-from hf_cachegen.errors import CacheGenError, FormatError
+from hf_cachegen.errors import CacheGenError, FormatError, StoreError
 from hf_cachegen.streaming.meter import Meter
 
 
@@ -33,14 +33,14 @@ class SegmentReader:
         """Yield (layer, checked bytes) of each layer.
 
         The bytes are those of the level after those of the levels that it refines. What lies side
-        by side in the file is one ranged transfer. Closing the iterator ends the transfer. The
-        meter counts what arrives, the chunk's index left out, and knows how much that will be
-        before anything is yielded.
+        by side in the file is one ranged transfer. Closing the iterator ends the transfer; so does
+        giving up the meter, in any thread, when the next bytes come. The meter counts what arrives,
+        the chunk's index left out, and knows how much that will be before anything is yielded.
 
         Raises
         ------
         StoreError
-            The link has failed for good.
+            The link has failed for good, or the transfer was given up.
         FormatError
             A segment was damaged, and once more when it was asked for again.
         """
@@ -160,6 +160,8 @@ class _Arriving:
     def take(self, size: int) -> bytes:
         """The next so many bytes."""
         while len(self._arrived) < size:
+            if self._meter.is_given_up:
+                raise StoreError("the transfer was given up")
             self._meter.wait()
             piece = next(self._pieces)
             counted = max(len(piece) - self._uncounted, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import filelock
 from hf_cachegen.artifact.files import holds_files, replace_folder
 from hf_cachegen.errors import StoreError
 from hf_cachegen.stores.base import Store
-from hf_cachegen.stores.download import RemoteFile, download, part_of
+from hf_cachegen.stores.download import RemoteFile, download, part_of, remove_link
 from hf_cachegen.tables.record import TableRecord, new_hash, path_in
 from hf_cachegen.tables.table import ModelTable, check_replaceable
 
 LOCK_NAME = ".lock"
 LOCK_POLL_S = 0.5
+LOCK_WAIT_S = 10.0
+"""Who takes longer may be stopped, or on a link that is slow for him alone."""
 
 
 def download_table(
@@ -33,6 +36,7 @@ def download_table(
 
     Until it does, what has arrived is in a folder beside it, :func:`part_of` the target. One
     process or thread fills it at a time; others wait, and then find the table, or go on from there.
+    They wait no longer than :data:`LOCK_WAIT_S`.
 
     Parameters
     ----------
@@ -55,7 +59,7 @@ def download_table(
     StoreError, FormatError
         A file cannot be read, is damaged, or is not what the record says.
     OSError
-        The target cannot be written.
+        The target cannot be written; a TimeoutError: somebody else is still writing it.
     """
     check_replaceable(target)
     parts = part_of(target)
@@ -82,13 +86,20 @@ def download_table(
 def _alone_in(folder: Path, is_wanted: Callable[[], bool]) -> Iterator[None]:
     """Make a folder and keep others out of it, who may remove it when they are done."""
     lock = filelock.FileLock(folder / LOCK_NAME, timeout=LOCK_POLL_S)
+    deadline_s = time.monotonic() + LOCK_WAIT_S
     while not lock.is_locked:
+        remove_link(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(filelock.Timeout, FileNotFoundError):
             lock.acquire()
         if not is_wanted():
             lock.release()
             raise StoreError(f"what {folder} is for is not wanted any more")
+        if not lock.is_locked and time.monotonic() > deadline_s:
+            raise TimeoutError(
+                f"expected to write to {folder} within {LOCK_WAIT_S:g} s, but another process is "
+                "at it; wait for it, or end it if it hangs"
+            )
     try:
         yield
     finally:

@@ -36,11 +36,16 @@ def places(tmp_path, document, encoded, table):
     (tmp_path / "notes" / "mine.txt").write_text("")
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
+    namesake = tmp_path / "notes.txt"
+    namesake.write_text("Of the name of a folder.")
+    (tmp_path / "link").symlink_to(tmp_path / "notes", target_is_directory=True)
     return {
         "document": document,
         "cache": encoded,
         "table": table,
         "short": short,
+        "namesake": namesake,
+        "link": tmp_path / "link",
         "new": tmp_path / "new",
         "file": tmp_path / "file",
         "notes": tmp_path / "notes",
@@ -63,6 +68,12 @@ MISTAKES = [
     (f"{ENCODE} --into {{file}}/new", "file is a file"),
     (f"{ENCODE} -o /dev/null/new", "cannot write to"),
     (f"{ENCODE} -o {{notes}}/{'a' * 300}", "cannot write to"),
+    ("encode {notes} --text {document} -o {notes}", "other than the model's"),
+    ("encode {notes} --text {document} -o {notes}/../notes/", "other than the model's"),
+    ("encode {notes} --text {document} --into {notes}", "other than the model's"),
+    ("encode {notes} --text {namesake} --into {notes}/..", "other than the model's"),
+    ("encode {link} --text {document} -o {notes} --overwrite", "other than the model's"),
+    ("profile {notes} --text {document} -o {notes}", "holds other files"),
     (f"{ENCODE} -o {{new}} --levels ,", "unknown level (none given)"),
     (f"{ENCODE}", "got 1 document with no folder"),
     (f"{PROFILE} -o {{new}} --codecs ,", "unknown (none given)"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,8 +163,70 @@ def test_two_at_once(run, refuse, encoded, tmp_path):
     run("fetch", encoded, "-o", out)
     before = files_of(out)
     with filelock.FileLock(out / ".lock"):
-        assert "another save or fetch is writing" in refuse("fetch", encoded, "-o", out)
+        message = refuse("fetch", encoded, "-o", out)
+    assert "another save or fetch is writing" in message
+    assert "again" not in message
     assert files_of(out) == before
+
+
+def test_two_at_once_of_a_table(run, refuse, encoded, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_cachegen.tables.download.LOCK_WAIT_S", 0.2)
+    (folder,) = (encoded / "table").iterdir()
+    out = tmp_path / "table"
+    held = tmp_path / "table.part"
+    held.mkdir()
+    with filelock.FileLock(held / ".lock"):
+        message = refuse("fetch", folder, "-o", out)
+    assert "another process is at it" in message
+    assert "again" not in message
+    run("fetch", folder, "-o", out)
+    assert files_of(out) == files_of(folder)
+
+
+@pytest.mark.parametrize("kind", ["cache", "table"])
+def test_places_that_cannot_be_written_to(refuse, encoded, tmp_path, kind):
+    (tmp_path / "file").write_text("mine")
+    (table,) = (encoded / "table").iterdir()
+    with LinkServer(encoded if kind == "cache" else table) as server:
+        for place in (tmp_path / "file", tmp_path / "file" / "new", tmp_path / ("a" * 300)):
+            message = refuse("fetch", server.url, "-o", place)
+            assert f"cannot write to {place}" in message
+            assert "again" not in message
+        assert not server.requests
+    assert files_of(tmp_path) == {"file": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["chunk", "table"])
+def test_size_in_a_record_that_cannot_be_right(refuse, encoded, tmp_path, name):
+    """What the server has is all there is; no further attempt is proposed."""
+    source = tmp_path / "source"
+    shutil.copytree(encoded, source)
+    path = source / "cache.json" if name == "chunk" else next(source.rglob("table.json"))
+    record = json.loads(path.read_text())
+    sized = record["chunks"][0] if name == "chunk" else record["codecs"][0]["arrays"]
+    size = sized["size_bytes"] + 1000 if name == "chunk" else 4 << 30
+    if name == "chunk":  # whose sizes have to agree
+        sized["level_bytes"][-1] += 1000
+    sized["size_bytes"] = size
+    path.write_text(json.dumps(record))
+    served, out = source if name == "chunk" else path.parent, tmp_path / "out"
+    with LinkServer(served) as server:
+        message = refuse("fetch", server.url, "-o", out)
+    assert f"where byte {size} was expected" in message
+    assert "nothing of it is kept" in message
+    assert "same command" not in message
+    assert not [path for path in tmp_path.rglob("*.part") if path.is_file()]
+
+
+def test_file_that_is_missing_is_not_asked_for_again(refuse, encoded, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(encoded, source)
+    names = [name for name in data_files(source) if name.endswith(".kv")]
+    (source / names[-1]).unlink()
+    with LinkServer(source) as server:
+        message = refuse("fetch", server.url, "-o", tmp_path / "out")
+    assert names[-1] in message
+    assert "again" not in message
 
 
 def test_fetch_refuses_a_folder_without_a_name(refuse, encoded, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
 from hf_cachegen import CompressedStreamingCache, FormatError, ModelTable, StoreError, save_cache
@@ -23,8 +24,11 @@ from hf_cachegen.hf.describe import describe_layout
 from hf_cachegen.hf.table_hub import push_table
 from hf_cachegen.levels import lossy_levels
 from hf_cachegen.stores import HttpStore, LocalStore
+from hf_cachegen.stores.download import part_of
+from hf_cachegen.streaming.meter import Meter
+from hf_cachegen.streaming.pipeline import RECONSIDER_S
 from hf_cachegen.streaming.rates import PrefillCost
-from hf_cachegen.tables import RECORD_NAME
+from hf_cachegen.tables import RECORD_NAME, download
 
 TRANSFORM = "transform.safetensors"
 
@@ -154,6 +158,24 @@ def test_table_cache_that_cannot_be_written_to_does_no_harm(
     assert load(llama, f"{server.url}/a").record == table.record
 
 
+def test_whoever_holds_the_table_cache_does_not_hold_up_others(
+    llama: Any,
+    table: ModelTable,
+    server: LinkServer,
+    table_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(download, "LOCK_WAIT_S", 0.2)
+    (digest,) = table.record.digests.values()
+    held = part_of(table_cache / digest)
+    held.mkdir(parents=True)
+    with filelock.FileLock(held / download.LOCK_NAME):
+        assert load(llama, f"{server.url}/a").record == table.record
+        assert entries(table_cache) == {held.name}
+    load(llama, f"{server.url}/a")
+    assert entries(table_cache) == {digest}
+
+
 @pytest.fixture(scope="module")
 def large(llama: Any, random_transform_tables: Any) -> ModelTable:
     """A table of the model that is larger than what it encodes."""
@@ -208,6 +230,26 @@ def test_sessions_that_are_too_short_for_the_table_get_it_together(
     assert load(llama, tmp_path / "a", **options).record == large.record
 
 
+@pytest.mark.parametrize("policy", ["robust", "layered", "paper", "soonest:coarsest"])
+def test_a_table_on_its_way_is_no_link_that_stands_still(
+    llama: Any, large: ModelTable, table_cache: Path, tmp_path: Path, policy: str
+) -> None:
+    """It comes in far less time than the model takes, and in more than a stall may last."""
+    folder, size = tmp_path / "a", len(large.payloads[TRANSFORM])
+    save_cache(llama.model, None, llama.ids, folder, tables=large, progress=False)
+    model = copy.deepcopy(llama.model)
+    machine_rates(model).prefill = PrefillCost(0.0, 1.0, 0.0)
+    target = {} if policy.startswith("soonest") else {"ttft_target_s": 8.0}
+    with LinkServer(folder, rate_bytes_per_s=size / (3 * RECONSIDER_S)) as server:
+        cache = CompressedStreamingCache.from_pretrained(
+            server.url, model=model, policy=policy, **target
+        )
+        cache.wait()
+        cache.close()
+    assert "exact" not in cache.chunk_sources()
+    assert [path.name for path in table_cache.iterdir()] == [large.record.digests["transform"]]
+
+
 def test_exact_levels_do_not_wait_for_a_table(
     llama: Any, large: ModelTable, table_cache: Path, tmp_path: Path
 ) -> None:
@@ -220,8 +262,8 @@ def test_exact_levels_do_not_wait_for_a_table(
             manifest.levels, manifest.identity.layout, manifest.identity.table, store
         )
         with ThreadPoolExecutor(1) as pool:
-            table = pool.submit(codecs.prepare, 0)
-            while not table_cache.exists():
+            table = pool.submit(codecs.prepare, 0, Meter())
+            while not table_cache.exists() and not table.done():
                 time.sleep(0.01)
             assert codecs[1].name == "lossless"
             assert not table.done()

@@ -22,6 +22,7 @@ from hf_cachegen.hf.codecs import load_table
 from hf_cachegen.hf.policies import resolve_policy
 from hf_cachegen.stores import HttpStore, LocalStore
 from hf_cachegen.streaming.controller import FixedLevel
+from hf_cachegen.streaming.pipeline import RECONSIDER_S
 from hf_cachegen.streaming.policy import TEXT, Refinement
 from hf_cachegen.streaming.rates import PrefillCost
 
@@ -258,3 +259,15 @@ def test_chunks_that_cannot_be_had_are_recomputed(
         cache.close()
     torch.testing.assert_close(logits, slow.forward(slow.load(None, policy="text"), SUFFIX))
     assert "chunk 0 is recomputed from its text: " in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["robust", "layered", "paper", "soonest:lossless"])
+def test_latency_is_no_link_that_stands_still(llama: Any, policy: str) -> None:
+    """Each answer takes longer than a link may stand still that had answered at once."""
+    slow = slowly_computing(llama)
+    latency_s = 1.2 * RECONSIDER_S
+    with LinkServer(slow.folder, latency_s=latency_s) as server, HttpStore(server.url) as store:
+        cache = adapting(Artifact.open(store), slow, policy)
+        slow.forward(cache, SUFFIX)
+        cache.close()
+    assert all(step.level != TEXT for step in cache.stream_report())

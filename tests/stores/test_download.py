@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Generator
@@ -74,7 +75,7 @@ def attempt(store: LocalStore, file: RemoteFile, target: Path) -> int | None:
     except StoreError as error:
         message = str(error)
     kept = part_of(target).stat().st_size
-    assert f"{kept} of {file.size_bytes} bytes are kept" in message
+    assert kept == 0 or f"{kept} of {file.size_bytes} bytes are kept" in message
     assert kept == sum(seen)
     assert not target.exists()
     return None
@@ -138,9 +139,75 @@ def test_damage_on_the_way_is_made_good_and_damage_in_the_store_is_told(
 
 def test_missing_file(folder: Path, file: RemoteFile, target: Path) -> None:
     (folder / CHUNK).unlink()
-    with pytest.raises(StoreNotFound):
+    with pytest.raises(StoreNotFound) as caught:
         download(LocalStore(folder), file, target)
+    assert "kept" not in str(caught.value)
     assert not target.exists()
+
+
+@pytest.mark.parametrize("begun", [0, 100_000, 300_000, 300_001])
+@pytest.mark.parametrize("over_http", [False, True])
+def test_size_that_the_file_cannot_have(
+    folder: Path, chunk: bytes, file: RemoteFile, target: Path, begun: int, over_http: bool
+) -> None:
+    """However much is there, of that file or longer, asking again would change nothing."""
+    part_of(target).write_bytes((chunk + b"#")[:begun])
+    wrong = dataclasses.replace(file, size_bytes=1 << 50)
+    seen: list[int] = []
+    with LinkServer(folder) as server:
+        store = HttpStore(server.url) if over_http else LocalStore(folder)
+        with store, pytest.raises(FormatError, match=r"truncated.*nothing of it is kept"):
+            download(store, wrong, target, progress=seen.append)
+    assert sum(seen) == 0
+    assert os.listdir(target.parent) == []
+
+
+@pytest.fixture(params=["file", "nothing", "folder"])
+def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What a link may point to, outside the folder that is written to."""
+    place = tmp_path / "elsewhere"
+    if request.param == "file":
+        place.write_bytes(b"precious")
+    elif request.param == "folder":
+        place.mkdir()
+    return place
+
+
+def state_of(place: Path) -> object:
+    """What changes if somebody writes there."""
+    if place.is_dir():
+        return os.listdir(place)
+    return place.read_bytes() if place.exists() else None
+
+
+def test_links_are_not_written_through(
+    folder: Path, chunk: bytes, file: RemoteFile, target: Path, elsewhere: Path
+) -> None:
+    before = state_of(elsewhere)
+    for link in (part_of(target), target):
+        target.unlink(missing_ok=True)
+        link.symlink_to(elsewhere)
+        assert attempt(LocalStore(folder), file, target) == len(chunk)
+        assert target.read_bytes() == chunk
+        assert not target.is_symlink()
+        assert os.listdir(target.parent) == [target.name]
+        assert state_of(elsewhere) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="the system cannot refuse links")
+def test_link_that_appears_after_the_look_is_refused(
+    folder: Path,
+    file: RemoteFile,
+    target: Path,
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = state_of(elsewhere)
+    part_of(target).symlink_to(elsewhere)
+    monkeypatch.setattr(Path, "is_symlink", lambda self: False)
+    with pytest.raises(OSError, match=part_of(target).name):
+        download(LocalStore(folder), file, target)
+    assert state_of(elsewhere) == before
 
 
 def test_empty_file(folder: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_cachegen.artifact import Artifact, LevelRecord
-from hf_cachegen.errors import FormatError
+from hf_cachegen.errors import FormatError, StoreError
 from hf_cachegen.streaming.meter import Meter
 from hf_cachegen.streaming.transfer import SegmentReader
 
@@ -170,3 +170,16 @@ def test_a_damaged_part_of_a_chain_is_asked_for_once_more(reader: Any, segment: 
     store.damage_next(2)
     with pytest.raises(FormatError, match=r"level base, layer 0"):
         fetch(segments, 1, 2)
+
+
+def test_a_read_that_is_given_up_ends_with_the_next_bytes(reader: Any) -> None:
+    """In the middle of a segment, which may be large: nobody waits for its end."""
+    _, segments = reader()
+    meter = Meter()
+    reading = segments.read(0, 0, LAYERS, meter)
+    next(reading)
+    arrived = meter.size_bytes
+    meter.give_up()
+    with pytest.raises(StoreError, match="given up"):
+        list(reading)
+    assert meter.size_bytes == arrived

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
 from hf_cachegen.stores import HttpStore, LocalStore
 from hf_cachegen.stores.download import part_of
 from hf_cachegen.tables import RECORD_NAME, ModelTable, TableRecord
-from hf_cachegen.tables.download import LOCK_NAME, download_table
+from hf_cachegen.tables import download as tables_download
+from hf_cachegen.tables.download import LOCK_NAME, LOCK_POLL_S, download_table
 
 TENSORS = tuple(TensorSpec(name=name, heads=4, dim=32) for name in ("keys", "values"))
 LAYOUT = KVLayout(
@@ -173,9 +175,9 @@ def test_who_waits_for_another_may_give_up(table: ModelTable, folder: Path, targ
     check_alone(target, table)
 
 
-def test_process_that_is_killed_leaves_what_it_has(
-    table: ModelTable, folder: Path, target: Path
-) -> None:
+@pytest.fixture
+def fetching(folder: Path, target: Path, table: ModelTable) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has a quarter of the table and needs seconds for the rest."""
     size = len(table.payloads[TRANSFORM])
     part = part_of(part_of(target) / TRANSFORM)
     with LinkServer(folder, rate_bytes_per_s=size / 4) as server:
@@ -185,9 +187,51 @@ def test_process_that_is_killed_leaves_what_it_has(
             while not (part.exists() and part.stat().st_size > size / 4):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
+            yield process
             process.kill()
-        assert not target.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_process_that_is_stopped_keeps_nobody_for_long(
+    table: ModelTable,
+    folder: Path,
+    target: Path,
+    fetching: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tables_download, "LOCK_WAIT_S", 0.2)
+    fetching.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=f"{part_of(target)}.*another process"):
+        fetch(folder, target)
+    assert time.monotonic() - started < 0.2 + 4 * LOCK_POLL_S
+    assert not target.exists()
+    fetching.send_signal(signal.SIGCONT)
+    assert fetching.wait(60) == 0
+    check_alone(target, table)
+
+
+def test_link_in_the_place_of_the_folder_is_not_followed(
+    table: ModelTable, folder: Path, target: Path, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / TRANSFORM).write_bytes(b"precious")
+    target.parent.mkdir()
+    part_of(target).symlink_to(elsewhere, target_is_directory=True)
+    fetch(folder, target)
+    check_alone(target, table)
+    assert os.listdir(elsewhere) == [TRANSFORM]
+    assert (elsewhere / TRANSFORM).read_bytes() == b"precious"
+
+
+def test_process_that_is_killed_leaves_what_it_has(
+    table: ModelTable, folder: Path, target: Path, fetching: subprocess.Popen[bytes]
+) -> None:
+    fetching.kill()
+    fetching.wait(60)
+    assert not target.exists()
     with LinkServer(folder) as server, HttpStore(server.url) as store:
         download_table(TableRecord.read(store), store, "", target)
-        assert sent_bytes(server) < 0.8 * size
+        assert sent_bytes(server) < 0.8 * len(table.payloads[TRANSFORM])
     check_alone(target, table)
