@@ -24,7 +24,7 @@ from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.errors import CacheGenError, FormatError, StoreError, StoreUnreachable
 from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.ledger import Ledger
-from hf_cachegen.streaming.meter import Meter
+from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement
 from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.receiving import Receiving
@@ -45,7 +45,7 @@ RECONSIDER_S = 0.5
 """How often a policy is asked again about a chunk of which nothing arrives."""
 
 LATENCIES = 4.0
-"""A server whose answer takes so many times as long as others did stands still."""
+"""A link stands still if it is silent for so many times as long as the server's latest answers."""
 
 LATE_RATIO = 1.25
 """A policy is asked again about a chunk that will take so many times as long as was expected."""
@@ -248,7 +248,8 @@ class ChunkStream:
             self._states.set_exception(error)
             raise
         meter.received(len(data))
-        self._note_rates(self._rates_of(meter))
+        if meter.size_bytes >= MIN_SAMPLE_BYTES:
+            self._note_rates(self._rates_of(meter))
         self._states.set_result(data)
 
     def _take(self, chunk: int) -> None:
