@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -13,6 +12,7 @@ import pytest
 
 from hf_cachegen.artifact import Artifact, LevelRecord
 from hf_cachegen.errors import FormatError, StoreError
+from hf_cachegen.stores import LocalStore
 from hf_cachegen.streaming.controller import FixedLevel, Policy, StreamState
 from hf_cachegen.streaming.pipeline import ChunkStream
 from hf_cachegen.streaming.steps import StreamStep
@@ -336,8 +336,10 @@ def test_a_chunk_is_finished_before_it_can_be_in_place(
 
     folder = make_up([LevelRecord(name="low", codec="raw", exact=True)], N_CHUNKS, part)
     steps: list[StreamStep] = []
+    begun = threading.Event()
 
     def decode(chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+        begun.wait(20)
         if layer == 1:
             steps.append(stream.report()[chunk])
         return {0: (0,), 1: (1, 2, 3)}.get(layer, ())
@@ -345,6 +347,7 @@ def test_a_chunk_is_finished_before_it_can_be_in_place(
     # One thread decodes in order, so that it finds what was noted before the segment came.
     artifact = Artifact.open(slow_store(folder))
     stream = ChunkStream(artifact, FixedLevel(0), ALL, decode, workers=1)
+    begun.set()
     stream.wait_layer(3)
     assert [step.chunk for step in steps] == list(range(N_CHUNKS))
     assert all(step.finished for step in steps)
@@ -353,36 +356,37 @@ def test_a_chunk_is_finished_before_it_can_be_in_place(
     stream.close()
 
 
-def test_the_next_chunk_is_asked_for_before_this_one_has_come(
-    made_up: Path, slow_store: Any
-) -> None:
-    """So early that a latency passes meanwhile; and each is asked for once."""
-    pause_s, latency_s = 0.02, 0.05
+class Holding(LocalStore):
+    """Holds the last segment of a chunk back until the next chunk is asked for."""
 
-    class Distant(slow_store):  # type: ignore[misc]
-        """Each transfer begins after a latency, and each segment takes a while."""
+    def __init__(self, folder: Path, paths: Sequence[str]) -> None:
+        super().__init__(folder)
+        self.asked: list[str] = []
+        self.in_time: list[bool] = []
+        self._asked_for = [threading.Event() for _ in paths]
+        self._paths = list(paths)
 
-        def _pieces(
-            self, path: str, offset: int, size: int | None, max_bytes: int
-        ) -> Generator[bytes, None, None]:
-            data = b"".join(super()._pieces(path, offset, size, max_bytes))
-            if path.startswith("chunks/"):
-                events.append(("asked", path))
-                time.sleep(latency_s)
-            for start in range(0, len(data), 260):
-                if path.startswith("chunks/"):
-                    time.sleep(pause_s)
-                if start + 260 >= len(data):
-                    events.append(("came", path))
-                yield data[start : start + 260]
+    def _pieces(
+        self, path: str, offset: int, size: int | None, max_bytes: int
+    ) -> Generator[bytes, None, None]:
+        data = b"".join(super()._pieces(path, offset, size, max_bytes))
+        if path not in self._paths:
+            yield data
+            return
+        self.asked.append(path)
+        chunk = self._paths.index(path)
+        self._asked_for[chunk].set()
+        yield data[:-260]
+        if chunk + 1 < len(self._paths):
+            self.in_time.append(self._asked_for[chunk + 1].wait(20))
+        yield data[-260:]
 
-    events: list[tuple[str, str]] = []
-    artifact = Artifact.open(Distant(made_up))
-    stream = ChunkStream(artifact, FixedLevel(0), ALL, Collector(), workers=2)
+
+def test_the_next_chunk_is_asked_for_before_this_one_has_come(made_up: Path) -> None:
+    paths = [chunk.path for chunk in Artifact.open(LocalStore(made_up)).manifest.chunks]
+    store = Holding(made_up, paths)
+    stream = start(store, Collector())
     stream.wait_layer(3)
     stream.close()
-    paths = [chunk.path for chunk in artifact.manifest.chunks]
-    seen = [event for event in events if event[1] in paths]
-    for before, after in itertools.pairwise(paths):
-        assert seen.index(("asked", after)) < seen.index(("came", before))
-    assert [event for event in seen if event[0] == "asked"] == [("asked", path) for path in paths]
+    assert store.in_time == [True] * (N_CHUNKS - 1)
+    assert store.asked == paths, "each is asked for once"
