@@ -413,7 +413,8 @@ class ChunkStream:
         rate, left_bytes = meter.recent_bytes_per_s(), meter.left_bytes
         if rate is None or not left_bytes:
             return False
-        rate = rate or 1.0  # of a link that stands still
+        # A link that stands still may do so for as long again: nobody knows more of it.
+        rate = rate or left_bytes / meter.waited_s
         expected_s = LATE_RATIO * (step.predicted_transfer_s or 0.0)
         if meter.waited_s + left_bytes / rate <= expected_s:
             return False
