@@ -32,7 +32,7 @@ def test_speed_is_that_of_the_model(published: Any) -> None:
     predicted = rates.prefill_s(0, 200)
     assert predicted is not None
     assert min(seconds) / 5 < predicted < 5 * max(seconds)
-    assert rates.prefill_s(4000, 1000) > rates.prefill_s(0, 1000) >= rates.prefill_s(0, 10)
+    assert rates.prefill_s(4000, 1000) >= rates.prefill_s(0, 1000) >= rates.prefill_s(0, 10)
 
 
 def test_it_is_measured_once_per_model(llama: Any) -> None:
