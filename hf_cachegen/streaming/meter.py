@@ -146,9 +146,10 @@ class Meter:
             waited_s = self._waited_until(time.monotonic())
             if self.latency_s is None:
                 return None if waited_s < self._patience_s else 0.0
-            if waited_s - self._arrivals[1][0] < RECENT_S:
+            since_first_s = waited_s - self._arrivals[1][0]
+            if since_first_s < RECENT_S:
                 return None
-            window_s = max(RECENT_S, (waited_s - self._arrivals[1][0]) / 2)
+            window_s = max(RECENT_S, since_first_s / 2)
             before = bisect.bisect_right(self._arrivals, waited_s - window_s, key=itemgetter(0))
             arrived_bytes = self.size_bytes - self._arrivals[before - 1][1]
             return max(arrived_bytes, 0) / window_s  # what was damaged counts no more
