@@ -9,28 +9,26 @@ moved it or cast it, and a pass that nobody waits for could outlive the model.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
-from hf_cachegen.artifact.manifest import EXACT
 from hf_cachegen.artifact.reader import Artifact
-from hf_cachegen.errors import CacheGenError, FormatError, StoreError, StoreUnreachable
+from hf_cachegen.errors import FormatError, StoreError, StoreUnreachable
 from hf_cachegen.streaming.costs import StreamCosts
+from hf_cachegen.streaming.decoding import DecodeSegment, DecodeSegments, SegmentDecoders
 from hf_cachegen.streaming.ledger import Ledger
 from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter
 from hf_cachegen.streaming.policy import TEXT, Policy, Refinement
 from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.receiving import Receiving
-from hf_cachegen.streaming.segment_queue import QueuedSegment, SegmentQueue
 from hf_cachegen.streaming.situation import Situation
-from hf_cachegen.streaming.steps import StreamStep
+from hf_cachegen.streaming.steps import StepLog, StreamStep
 from hf_cachegen.streaming.transfer import SegmentReader
 
 logger = logging.getLogger(__name__)
@@ -49,13 +47,6 @@ LATENCIES = 4.0
 
 LATE_RATIO = 1.25
 """A policy is asked again about a chunk that will take so many times as long as was expected."""
-
-DecodeSegment = Callable[[int, int, int, bytes], Sequence[int]]
-"""Called with (chunk, level, layer, data), from several threads; returns the layers that now have
-all their values of this chunk."""
-
-DecodeSegments = Callable[[int, int, Sequence[tuple[int, bytes]]], Sequence[int]]
-"""Called with (level, layer, [(chunk, data), ...]), as :data:`DecodeSegment` for each of them."""
 
 PrepareLevel = Callable[[int, Meter], None]
 """Called with a level before its first segment is fetched: gets what decoding it needs besides. The
@@ -114,22 +105,19 @@ class ChunkStream:
     ) -> None:
         manifest = artifact.manifest
         self.artifact = artifact
-        self._workers = workers or os.cpu_count() or 1
+        workers = workers or os.cpu_count() or 1
         self.costs = StreamCosts(
-            manifest, rates or MachineRates(), artifact.store.location, self._workers
+            manifest, rates or MachineRates(), artifact.store.location, workers
         )
         self._policy = policy
         self._layers = layers
-        self._decode = decode
-        self._decode_many = decode_many
-        self._queue = SegmentQueue(together=decode_many is not None)
         self._prepare = prepare
         self._recompute = recompute
         # Whether a chunk that is on its way may be given up and recomputed.
         self._may_turn = policy.adapts and recompute is not None
         self._link_gone = False
         self._states: Future[bytes] = Future()
-        self._steps: list[StreamStep] = []
+        self._steps = StepLog()
         self._reader = SegmentReader(artifact, keep=_refines(policy))
         self._ahead: list[_Transfer | None] = []  # of the next chunk, if it was chosen ahead
         self._ledger = Ledger(
@@ -150,8 +138,15 @@ class ChunkStream:
             None if recompute is None else holds_past,
             time.monotonic() if started_at is None else started_at,
         )
-        self._lock = threading.Lock()  # of the steps
-        self._decoders = ThreadPoolExecutor(self._workers, thread_name_prefix="hf-cachegen-decode")
+        self._decoders = SegmentDecoders(
+            decode,
+            decode_many,
+            workers,
+            ledger=self._ledger,
+            steps=self._steps,
+            costs=self.costs,
+            located=self._reader.located,
+        )
         self._fetcher = threading.Thread(target=self._run, name="hf-cachegen-fetch", daemon=True)
         self._fetcher.start()
 
@@ -185,8 +180,7 @@ class ChunkStream:
 
     def report(self) -> list[StreamStep]:
         """The steps so far, in the order of the policy's choices."""
-        with self._lock:
-            return [dataclasses.replace(step) for step in self._steps]
+        return self._steps.report()
 
     def sources(self) -> list[str]:
         """By chunk, the name of the lossy level that its values come from, or ``"exact"``.
@@ -194,17 +188,7 @@ class ChunkStream:
         What was recomputed is as good as the chunks before it. A refinement counts once all layers
         have it.
         """
-        levels = self.artifact.manifest.levels
-        sources = [EXACT] * len(self._layers)
-        # Whatever is written over, or read for a recomputation, was finished before that.
-        for step in self.report():
-            if step.finished and step.level == TEXT:
-                before = [source for source in sources[: step.chunk] if source != EXACT]
-                sources[step.chunk] = before[0] if before else EXACT
-            elif step.finished:
-                level = levels[step.level]
-                sources[step.chunk] = EXACT if level.exact else level.name
-        return sources
+        return self._steps.sources(self.artifact.manifest.levels, len(self._layers))
 
     def close(self, *, wait: bool = True) -> None:
         """End transfers and decoding.
@@ -218,7 +202,7 @@ class ChunkStream:
         self.artifact.store.close()
         if wait:
             self._fetcher.join()
-            self._decoders.shutdown()  # what is queued is not decoded any more
+            self._decoders.end(wait=True)  # what is queued is not decoded any more
 
     def _run(self) -> None:
         try:
@@ -236,7 +220,7 @@ class ChunkStream:
             for transfer in filter(None, self._ahead):
                 transfer.close()
             self._reader.forget()
-            self._decoders.shutdown(wait=False)  # they end when nothing is left to decode
+            self._decoders.end(wait=False)
             self._ledger.end_fetching()
 
     def _fetch_states(self) -> None:
@@ -315,10 +299,7 @@ class ChunkStream:
             transfer.close()
 
     def _begin(self, chunk: int, level: int, wanted: Refinement | None = None) -> StreamStep:
-        step = self._now.begin(chunk, level, wanted)
-        with self._lock:
-            self._steps.append(step)
-        return step
+        return self._steps.add(self._now.begin(chunk, level, wanted))
 
     def _transfer(self, step: StreamStep, size_bytes: int, stop_s: float = math.inf) -> _Transfer:
         """Ask for a chunk's segments."""
@@ -351,21 +332,20 @@ class ChunkStream:
                         return False
                     # Before anyone can see the chunk in place: segments may be empty.
                     if n_missing == 0 or not meter.left_bytes:
-                        self._note_transfer(step, meter)
-                        self._finish(step)
-                    self._queue.put(QueuedSegment(step, *segment))
-                    self._decoders.submit(self._decode_next)
+                        self._steps.note_transfer(step, meter.size_bytes, meter.seconds)
+                        self._steps.finish(step)
+                    self._decoders.put(step, *segment)
                 if self._prefers_text(transfer):
                     return False
                 asked_ahead = asked_ahead or self._ask_ahead(transfer, n_missing)
             arrived = True
         finally:
             transfer.close()
-            self._note_transfer(step, meter)
+            self._steps.note_transfer(step, meter.size_bytes, meter.seconds)
             # Of a chunk that was given up, the first part may have come over a better link.
             recent = meter.recent_bytes_per_s()
             self._note_rates(self._rates_of(meter) if arrived else [recent] if recent else [])
-        self._finish(step)
+        self._steps.finish(step)
         self._ledger.handed_over(step.chunk)
         return True
 
@@ -421,10 +401,6 @@ class ChunkStream:
         now = self._now.state_during(self._policy, step.chunk, left_bytes, rate)
         return self._policy.choose(now) == TEXT
 
-    def _note_transfer(self, step: StreamStep, meter: Meter) -> None:
-        with self._lock:
-            step.size_bytes, step.transfer_s = meter.size_bytes, meter.seconds
-
     def _rates_of(self, meter: Meter) -> list[float]:
         """What a transfer tells of the link: at most one rate.
 
@@ -439,59 +415,6 @@ class ChunkStream:
             self._now.throughputs.append(rate)
             self.costs.note_transfer(rate)
 
-    def _decode_next(self) -> None:
-        segments = self._queue.take()
-        if len(segments) > 1 and self._decode_together(segments):
-            return
-        for segment in segments:
-            self._decode_segment(*segment)
-
-    def _decode_together(self, segments: Sequence[QueuedSegment]) -> bool:
-        """False if that cannot be: one by one, it shows which of them is late or damaged."""
-        assert self._decode_many is not None
-        if not all(self._ledger.is_wanted(segment.step) for segment in segments):
-            return False
-        level, layer = segments[0].step.level, segments[0].layer
-        started = time.perf_counter()
-        try:
-            done = self._decode_many(level, layer, [(s.step.chunk, s.data) for s in segments])
-        except Exception:
-            return False
-        seconds = (time.perf_counter() - started) / len(segments)
-        for step, _, data in segments:
-            self._note_decoded(step, done, len(data), seconds)
-            self._ledger.decoded(step, data, done)
-        return True
-
-    def _decode_segment(self, step: StreamStep, layer: int, data: bytes) -> None:
-        done: Sequence[int] = ()
-        try:
-            if self._ledger.is_wanted(step):
-                started = time.perf_counter()
-                done = self._decode(step.chunk, step.level, layer, data)
-                self._note_decoded(step, done, len(data), time.perf_counter() - started)
-            else:
-                self._note_dropped(step)
-        except CacheGenError as error:
-            located = self._reader.located(step.chunk, step.level, layer, error)
-            self._ledger.fail_decoding(step, located)
-        except Exception as error:
-            self._ledger.fail_decoding(step, error)
-        finally:
-            self._ledger.decoded(step, data, done)
-
-    def _note_decoded(
-        self, step: StreamStep, layers: Sequence[int], n_bytes: int, seconds: float
-    ) -> None:
-        self.costs.note_decode(step.chunk, step.level, layers, n_bytes, seconds)
-        with self._lock:
-            step.decode_s = (step.decode_s or 0.0) + seconds / self._workers
-
-    def _note_dropped(self, step: StreamStep) -> None:
-        with self._lock:
-            step.dropped_segments += 1
-            step.finished = False
-
     def _recompute_step(self, step: StreamStep) -> bool:
         assert self._recompute is not None
         started = time.monotonic()
@@ -502,12 +425,8 @@ class ChunkStream:
         seconds = time.monotonic() - started
         self.costs.note_recompute(step.chunk, seconds)
         step.recompute_s = seconds
-        self._finish(step)
+        self._steps.finish(step)
         return True
-
-    def _finish(self, step: StreamStep) -> None:
-        with self._lock:
-            step.finished = not step.dropped_segments
 
 
 class _Transfer(NamedTuple):
