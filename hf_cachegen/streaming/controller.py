@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_cachegen.streaming.layered import LayeredPolicy
-from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
+from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState, TargetPolicy
 from hf_cachegen.streaming.robust import RobustPolicy
 
 __all__ = [
@@ -68,6 +68,9 @@ class Soonest(Policy):
             return self.level
         return TEXT if state.text_is_as_soon(estimate, self.level) else self.level
 
+    def instead_of_text(self, state: StreamState) -> int | None:
+        return state.level_to_try(self.level)
+
 
 @dataclass(frozen=True)
 class TextOnly(Policy):
@@ -80,7 +83,7 @@ class TextOnly(Policy):
 
 
 @dataclass(frozen=True)
-class PaperPolicy(Policy):
+class PaperPolicy(TargetPolicy):
     """CacheGen's rule (SIGCOMM 2024, section 5.3 and algorithm 1).
 
     Text if recomputing all remaining chunks fits the remaining time. Otherwise the finest level
@@ -91,17 +94,14 @@ class PaperPolicy(Policy):
 
     Attributes
     ----------
-    target_s
-        Time to first token to meet, in seconds from the start of the stream.
     first_level
         Level of the first chunk.
     """
 
-    target_s: float
     first_level: int
 
     def choose(self, state: StreamState) -> int:
-        deadline_s = self.target_s - state.tail_s
+        deadline_s = self.deadline_s(state)
         text_s = state.compute_begin_s() + state.remaining_recompute_s()
         if state.recompute_s and text_s <= deadline_s:
             return TEXT

@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hf_cachegen.streaming.estimate import RateEstimate
-from hf_cachegen.streaming.policy import MISS_BOUND, TEXT, Policy, Refinement, StreamState
+from hf_cachegen.streaming.policy import (
+    MISS_BOUND,
+    TEXT,
+    Refinement,
+    StreamState,
+    TargetPolicy,
+)
 
 CAUTION = 1.5
 """By how many standard deviations of a chunk's rate a plan takes the link to be slower than it may
@@ -18,7 +24,7 @@ _INSTANT_S = 1e-9
 
 
 @dataclass(frozen=True)
-class LayeredPolicy(Policy):
+class LayeredPolicy(TargetPolicy):
     """The base of every chunk first, then refinements by worth until the deadline.
 
     The base is the smallest level, unless the processor has no time to decode it and then a finer
@@ -32,8 +38,6 @@ class LayeredPolicy(Policy):
 
     Attributes
     ----------
-    target_s
-        Time to first token to meet, in seconds from the start of the stream.
     losses
         Loss of quality of each level, coarse to fine; 0 for exact ones.
     nested
@@ -43,14 +47,13 @@ class LayeredPolicy(Policy):
         Accepted probability that the bases arrive too late.
     """
 
-    target_s: float
     losses: Sequence[float]
     nested: int = 0
     miss_bound: float = MISS_BOUND
 
     def choose(self, state: StreamState) -> int:
         estimate = state.estimate()
-        deadline_s = self.target_s - state.tail_s
+        deadline_s = self.deadline_s(state)
         if self._text_is_free(state, deadline_s):
             return TEXT
         if estimate is None:
@@ -62,7 +65,7 @@ class LayeredPolicy(Policy):
         return state.smallest_level() if base is None else base
 
     def refines_until_s(self, state: StreamState) -> float:
-        return self.target_s - state.tail_s
+        return self.deadline_s(state)
 
     def refine(self, state: StreamState) -> Refinement | None:
         stop_s = self.refines_until_s(state)

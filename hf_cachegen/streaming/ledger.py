@@ -45,6 +45,7 @@ class Ledger:
         self._refining_segments = 0
         self._recomputes: deque[StreamStep] = deque()
         self._recomputing_since: float | None = None
+        self._waiting = 0  # for a layer
         self._room = room
         self._may_turn = may_turn
         self._settled = False
@@ -104,6 +105,17 @@ class Ledger:
         with self._changed:
             self._recomputes.append(step)
             self._changed.notify_all()
+
+    def withdraw_recompute(self) -> StreamStep | None:
+        """Take back the last recomputation that is queued; None if all are begun."""
+        with self._changed:
+            n_begun = self._recomputing_since is not None
+            return self._recomputes.pop() if len(self._recomputes) > n_begun else None
+
+    def awaits(self, chunk: int) -> bool:
+        """Whether nothing keeps whoever waits from recomputing a chunk, if that were queued."""
+        with self._changed:
+            return self._waiting > 0 and not self._recomputes and not any(self._missing[:chunk])
 
     def refine_until(self, stop_at: float) -> None:
         """Give refinements up at a time of :func:`time.monotonic`, and do not wait for any then."""
@@ -203,7 +215,9 @@ class Ledger:
     def _next_recompute(self, layer: int) -> StreamStep | None:
         """Wait for a recomputation to do, or, returning None, until the layer is ready."""
         with self._changed:
+            self._waiting += 1
             self._wait(lambda: self._is_ready(layer) or self.ended or self._can_recompute())
+            self._waiting -= 1
             if self._is_ready(layer):
                 self._settled = True  # whoever reads it must not see it change
                 return None

@@ -4,7 +4,9 @@ A transfer cuts the arriving bytes into segments and hands each to the decoders 
 complete and its checksum holds. Whoever needs a layer waits for that layer only, so a model's first
 layers compute while its last ones are still being decoded. A chunk that is chosen as text is
 recomputed by whoever waits, in that thread: a model belongs to its user, who may have hooked it,
-moved it or cast it, and a pass that nobody waits for could outlive the model.
+moved it or cast it, and a pass that nobody waits for could outlive the model. No choice is for
+good: a chunk that comes too slowly is given up for a coarser level or its text, and chunks that
+still wait to be recomputed are fetched from the last one on, if the link turns out to be sooner.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from hf_cachegen.artifact.reader import Artifact
 from hf_cachegen.errors import FormatError, StoreError, StoreUnreachable
@@ -24,7 +26,7 @@ from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.decoding import DecodeSegment, DecodeSegments, SegmentDecoders
 from hf_cachegen.streaming.ledger import Ledger
 from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter
-from hf_cachegen.streaming.policy import TEXT, Policy, Refinement
+from hf_cachegen.streaming.policy import TEXT, Policy
 from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.receiving import Receiving
 from hf_cachegen.streaming.situation import Situation
@@ -110,15 +112,14 @@ class ChunkStream:
             manifest, rates or MachineRates(), artifact.store.location, workers
         )
         self._policy = policy
+        self._refines = type(policy).refine is not Policy.refine
         self._layers = layers
         self._prepare = prepare
         self._recompute = recompute
-        # Whether a chunk that is on its way may be given up and recomputed.
-        self._may_turn = policy.adapts and recompute is not None
         self._link_gone = False
         self._states: Future[bytes] = Future()
         self._steps = StepLog()
-        self._reader = SegmentReader(artifact, keep=_refines(policy))
+        self._reader = SegmentReader(artifact, keep=self._refines)
         self._ahead: list[_Transfer | None] = []  # of the next chunk, if it was chosen ahead
         self._ledger = Ledger(
             layers,
@@ -128,7 +129,7 @@ class ChunkStream:
                 manifest.n_layers * CHUNKS_TOGETHER if decode_many else manifest.n_layers // 2,
                 MIN_SEGMENTS_IN_FLIGHT,
             ),
-            may_turn=self._may_turn,
+            may_turn=policy.adapts and recompute is not None,
         )
         holds_past = [True] * len(layers) if holds_past is None else holds_past
         self._now = Situation(
@@ -212,6 +213,7 @@ class ChunkStream:
                 self._take(chunk)
                 if self._ledger.ended:
                     return
+            self._fill_from_the_back()
             self._ledger.end_base()
             self._refine()
         except Exception as error:
@@ -239,9 +241,11 @@ class ChunkStream:
     def _take(self, chunk: int) -> None:
         """Have a chunk brought, or else recomputed."""
         transfer = self._ahead.pop() if self._ahead else self._ask(chunk)
-        arrives = transfer is not None and self._arrives(transfer)
-        if not arrives and not self._ledger.ended:
-            self._ledger.queue_recompute(self._begin(chunk, TEXT))
+        while transfer is not None:
+            if self._arrives(transfer) or self._ledger.ended:
+                return
+            transfer = self._turn(transfer)
+        self._ledger.queue_recompute(self._begin(chunk, TEXT))
 
     def _ask(
         self, chunk: int, link_free_in_s: float = 0.0, seen: Sequence[float] = ()
@@ -253,7 +257,36 @@ class ChunkStream:
         if level == TEXT:
             return None
         size_bytes = self.artifact.manifest.read_bytes(chunk)[level]
-        return self._transfer(self._begin(chunk, level), size_bytes)
+        return self._transfer(self._begin(chunk, level, size_bytes), size_bytes)
+
+    def _turn(self, transfer: _Transfer) -> _Transfer | None:
+        """Ask for a chunk that was given up at the level that is preferred; None if it is text.
+
+        Layers that it has been handed over of keep what they have.
+        """
+        chunk, level, layers = transfer.step.chunk, transfer.instead, transfer.layers
+        if level == TEXT:
+            return None
+        size_bytes = self._reader.missing_bytes(chunk, level, layers)
+        return self._transfer(self._begin(chunk, level, size_bytes), size_bytes, layers=layers)
+
+    def _fill_from_the_back(self) -> None:
+        """Fetch what waits to be recomputed, last chunk first, while the processor is busy."""
+        if not self._policy.adapts:
+            return
+        while not self._link_gone and (text := self._ledger.withdraw_recompute()):
+            chunk = text.chunk
+            level = self._policy.instead_of_text(self._now.state_of(self._policy, chunk, last=True))
+            if level is None:
+                self._ledger.queue_recompute(text)
+                return
+            self._steps.remove(text)
+            size_bytes = self._reader.missing_bytes(chunk, level, self._layers[chunk])
+            step = self._begin(chunk, level, size_bytes)
+            if not self._arrives(self._transfer(step, size_bytes, fills=True)):
+                if not self._ledger.ended:
+                    self._ledger.queue_recompute(self._begin(chunk, TEXT))
+                return
 
     def _arrives(self, transfer: _Transfer) -> bool:
         """As :meth:`_fetch`. What cannot be had is given up, too, where it can be recomputed."""
@@ -261,7 +294,7 @@ class ChunkStream:
         try:
             return self._fetch(transfer)
         except (StoreError, FormatError) as error:
-            may_turn = self._may_prefer_text(step) and self._now.can_recompute(step.chunk)
+            may_turn = self._may_turn(step) and self._now.can_recompute(step.chunk)
             if self._ledger.ended or not may_turn:
                 raise
             self._link_gone |= isinstance(error, StoreUnreachable)
@@ -285,8 +318,8 @@ class ChunkStream:
         wanted = self._policy.refine(self._now.state(self._policy, link_free_in_s, seen))
         if wanted is None or wanted.chunk == busy_chunk:
             return None
-        step = self._begin(wanted.chunk, wanted.level, wanted)
-        return self._transfer(step, wanted.size_bytes, wanted.stop_s)
+        step = self._begin(wanted.chunk, wanted.level, wanted.size_bytes, refinement=True)
+        return self._transfer(step, wanted.size_bytes, stop_s=wanted.stop_s)
 
     def _improves(self, transfer: _Transfer) -> bool:
         """Whether a refinement comes to its end; if not, there will be no more."""
@@ -298,46 +331,59 @@ class ChunkStream:
         finally:
             transfer.close()
 
-    def _begin(self, chunk: int, level: int, wanted: Refinement | None = None) -> StreamStep:
-        return self._steps.add(self._now.begin(chunk, level, wanted))
+    def _begin(
+        self, chunk: int, level: int, size_bytes: int = 0, *, refinement: bool = False
+    ) -> StreamStep:
+        return self._steps.add(self._now.begin(chunk, level, size_bytes, refinement=refinement))
 
-    def _transfer(self, step: StreamStep, size_bytes: int, stop_s: float = math.inf) -> _Transfer:
-        """Ask for a chunk's segments."""
+    def _transfer(
+        self,
+        step: StreamStep,
+        size_bytes: int,
+        *,
+        layers: Sequence[int] | None = None,
+        fills: bool = False,
+        stop_s: float = math.inf,
+    ) -> _Transfer:
+        """Ask for segments of a chunk: of all layers that need it unless some are named."""
+        layers = self._layers[step.chunk] if layers is None else layers
         meter = Meter(size_bytes, LATENCIES * self.artifact.store.latency_s)
-        pause_s = RECONSIDER_S if self._may_prefer_text(step) else None
-        return _Transfer(step, meter, Receiving(self._read(step, meter), pause_s), stop_s)
+        pause_s = RECONSIDER_S if self._may_turn(step) else None
+        segments = Receiving(self._read(step, layers, meter), pause_s)
+        return _Transfer(step, meter, segments, list(layers), fills, stop_s)
 
-    def _read(self, step: StreamStep, meter: Meter) -> Generator[tuple[int, bytes], None, None]:
+    def _read(
+        self, step: StreamStep, layers: Sequence[int], meter: Meter
+    ) -> Generator[tuple[int, bytes], None, None]:
         size_bytes = meter.left_bytes
         self._prepare(step.level, meter)
         meter.restart(size_bytes)
-        yield from self._reader.read(step.chunk, step.level, self._layers[step.chunk], meter)
+        yield from self._reader.read(step.chunk, step.level, layers, meter)
 
     def _fetch(self, transfer: _Transfer) -> bool:
         """Hand a chunk's segments to the decoders; False if it was given up.
 
-        A refinement is once it is late. Any other chunk is if the policy has come to prefer its
-        text, seeing how fast it arrives, or that nothing does.
+        A refinement is once it is late. Any other chunk is if the policy has come to prefer
+        something else, seeing how fast it arrives, or that nothing does.
         """
         step, meter = transfer.step, transfer.meter
-        n_missing = len(self._layers[step.chunk])
         asked_ahead, arrived = False, False
         try:
             for segment in transfer.segments:
                 if segment is not None:
-                    n_missing -= 1
                     if not self._ledger.has_room:
                         self._hold_up(meter)
                     if not self._ledger.admit(step, segment[1]):
                         return False
+                    transfer.layers.remove(segment[0])
                     # Before anyone can see the chunk in place: segments may be empty.
-                    if n_missing == 0 or not meter.left_bytes:
+                    if not transfer.layers or not meter.left_bytes:
                         self._steps.note_transfer(step, meter.size_bytes, meter.seconds)
                         self._steps.finish(step)
                     self._decoders.put(step, *segment)
-                if self._prefers_text(transfer):
+                if self._reconsiders(transfer):
                     return False
-                asked_ahead = asked_ahead or self._ask_ahead(transfer, n_missing)
+                asked_ahead = asked_ahead or self._ask_ahead(transfer)
             arrived = True
         finally:
             transfer.close()
@@ -347,16 +393,19 @@ class ChunkStream:
             self._note_rates(self._rates_of(meter) if arrived else [recent] if recent else [])
         self._steps.finish(step)
         self._ledger.handed_over(step.chunk)
+        if not self._refines:
+            self._reader.forget(step.chunk)
         return True
 
-    def _ask_ahead(self, transfer: _Transfer, n_missing: int) -> bool:
+    def _ask_ahead(self, transfer: _Transfer) -> bool:
         """Ask for what comes next so early that it begins to arrive when this transfer ends.
 
-        The next occasion comes with the next of its ``n_missing`` segments. Returns whether there
-        need not be another.
+        The next occasion comes with the next of its segments. Returns whether there need not be
+        another.
         """
-        step, meter = transfer.step, transfer.meter
-        if not step.refinement and step.chunk + 1 == len(self._layers):
+        step, meter, n_missing = transfer.step, transfer.meter, len(transfer.layers)
+        is_last = not step.refinement and step.chunk + 1 == len(self._layers)
+        if is_last or transfer.fills:
             return True
         rate = meter.bytes_per_s()
         if not rate:
@@ -379,27 +428,51 @@ class ChunkStream:
         for held in (meter, *(transfer.meter for transfer in self._ahead if transfer)):
             held.hold_up()
 
-    def _may_prefer_text(self, step: StreamStep) -> bool:
-        return self._may_turn and not step.refinement
+    def _may_turn(self, step: StreamStep) -> bool:
+        """Whether a chunk that is on its way may be given up for something else."""
+        return self._policy.adapts and not step.refinement
 
-    def _prefers_text(self, transfer: _Transfer) -> bool:
-        """Whether the policy would now rather recompute a chunk that is late.
+    def _reconsiders(self, transfer: _Transfer) -> bool:
+        """Whether the policy would now rather do something else about a chunk, and what.
 
-        It is not asked about one that comes about as fast as was expected.
+        It is not asked about one that comes about as fast as was expected, and about one that was
+        to be text only when nothing else is left to recompute.
         """
         step, meter = transfer.step, transfer.meter
-        if not self._may_prefer_text(step):
-            return False
         rate, left_bytes = meter.recent_bytes_per_s(), meter.left_bytes
-        if rate is None or not left_bytes:
+        if not self._may_turn(step) or rate is None or not left_bytes:
             return False
         # A link that stands still may do so for as long again: nobody knows more of it.
         rate = rate or left_bytes / meter.waited_s
         expected_s = LATE_RATIO * (step.predicted_transfer_s or 0.0)
-        if meter.waited_s + left_bytes / rate <= expected_s:
+        in_time = meter.waited_s + left_bytes / rate <= expected_s
+        if not self._ledger.awaits(step.chunk) if transfer.fills else in_time:
             return False
-        now = self._now.state_during(self._policy, step.chunk, left_bytes, rate)
-        return self._policy.choose(now) == TEXT
+        left = self._left_bytes(transfer)
+        now = self._now.state_of(self._policy, step.chunk, last=transfer.fills)
+        now = now.while_arriving(left, rate)
+        if transfer.fills:
+            return self._policy.instead_of_text(now) is None
+        transfer.instead = self._policy.choose(now)
+        return transfer.instead == TEXT or (
+            transfer.instead < step.level and left[transfer.instead] < left_bytes
+        )
+
+    def _left_bytes(self, transfer: _Transfer) -> list[int]:
+        """What would have to be fetched of a chunk, by level, instead of the rest of it."""
+        step, levels = transfer.step, self.artifact.manifest.levels
+        left = [
+            self._reader.missing_bytes(step.chunk, level, transfer.layers)
+            for level in range(len(levels))
+        ]
+        table_bytes = max(transfer.meter.left_bytes - left[step.level], 0)
+        codec = levels[step.level].codec
+        left = [
+            n_bytes + (table_bytes if level.codec == codec else 0)
+            for n_bytes, level in zip(left, levels, strict=True)
+        ]
+        left[step.level] = transfer.meter.left_bytes  # its parts of segments counted
+        return left
 
     def _rates_of(self, meter: Meter) -> list[float]:
         """What a transfer tells of the link: at most one rate.
@@ -429,28 +502,33 @@ class ChunkStream:
         return True
 
 
-class _Transfer(NamedTuple):
+@dataclass
+class _Transfer:
     """A step that brings a chunk's segments.
 
     Attributes
     ----------
     segments
         (layer, bytes), as they arrive.
+    layers
+        Those whose segments were not handed over yet.
+    fills
+        Whether the chunk was to be recomputed, and still is if it does not come sooner.
     stop_s
         When a refinement is to be given up, in seconds since the stream began.
+    instead
+        What is to be done if it is given up: a coarser level, or text.
     """
 
     step: StreamStep
     meter: Meter
     segments: Receiving[tuple[int, bytes]]
+    layers: list[int]
+    fills: bool
     stop_s: float
+    instead: int = TEXT
 
     def close(self) -> None:
         """End it; what has not arrived is not wanted."""
         self.meter.give_up()
         self.segments.close()
-
-
-def _refines(policy: Policy) -> bool:
-    """Whether a policy may ever ask for a refinement."""
-    return type(policy).refine is not Policy.refine

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hf_cachegen.streaming.estimate import RateEstimate
+from hf_cachegen.streaming.estimate import RECENT, RateEstimate
 
 TEXT = -1
 """The choice not to fetch a chunk but to recompute it from its token ids, which is lossless."""
@@ -117,6 +117,26 @@ class StreamState:
         known = self.throughputs_bytes_per_s
         return RateEstimate.from_throughputs(known) if known else None
 
+    def while_arriving(self, left_bytes: Sequence[int], bytes_per_s: float) -> StreamState:
+        """The same while the next chunk arrives.
+
+        Parameters
+        ----------
+        left_bytes
+            What would still have to be fetched of it, by level.
+        bytes_per_s
+            The link's present rate. It is taken to be as variable as it was, but around this.
+        """
+        sizes = list(self.sizes_bytes)
+        sizes[self.next_chunk] = left_bytes
+        known = self.throughputs_bytes_per_s[-RECENT:]
+        shift = bytes_per_s * RateEstimate.from_throughputs(known).median_s(1) if known else 1.0
+        return replace(
+            self,
+            sizes_bytes=sizes,
+            throughputs_bytes_per_s=[*(rate * shift for rate in known), bytes_per_s],
+        )
+
     def text_fits(self, deadline_s: float) -> bool:
         """Whether the next chunk can be recomputed, and the rest decoded at its smallest, by then.
 
@@ -142,6 +162,16 @@ class StreamState:
         if self.compute_begin_s() + self.remaining_decode_s(level) > deadline_s:
             late = 1.0
         return late > HOPELESS and self.text_is_as_soon(estimate, level)
+
+    def level_to_try(self, level: int) -> int | None:
+        """``level`` if it may bring the next chunk sooner than its recomputation, else None.
+
+        As long as the processor is busy with others, it may however slow the link was: whether a
+        link has become fast is only known by who tries.
+        """
+        estimate = self.estimate()
+        sooner = estimate is not None and not self.text_is_as_soon(estimate, level)
+        return level if sooner or self.compute_free_s > self.elapsed_s else None
 
     def text_is_as_soon(self, estimate: RateEstimate, level: int) -> bool:
         """Whether all that remains is there as soon as at a level if the next chunk is recomputed.
@@ -192,9 +222,20 @@ class Policy(ABC):
     def choose(self, state: StreamState) -> int:
         """Level of ``state.next_chunk``, or :data:`TEXT`.
 
-        While the chunk arrives it is asked again, with what is left of it as its size at every
-        level; if the answer is then :data:`TEXT`, the rest is not fetched.
+        Of a chunk that arrives later than expected it is asked again, with what is left to fetch at
+        each level as its sizes. If the answer is then :data:`TEXT` or a coarser level than the one
+        that arrives, the rest of that is not fetched.
         """
+
+    def instead_of_text(self, state: StreamState) -> int | None:
+        """The level at which to fetch ``state.next_chunk``, which is to be text; None to leave it.
+
+        Asked of the last chunk that waits to be recomputed, whenever the link has nothing else to
+        do: text comes from the front while the stream fills from the back. ``state`` has no chunks
+        after it. Once the processor waits for it, it is asked again, with what is left as its
+        sizes: if the answer is then None, the rest is not fetched.
+        """
+        return None
 
     def refines_until_s(self, state: StreamState) -> float:
         """Until when there may be refinements, in seconds since the stream began.
@@ -207,3 +248,26 @@ class Policy(ABC):
     def refine(self, state: StreamState) -> Refinement | None:
         """What to improve once every chunk is chosen; None ends the stream."""
         return None
+
+
+@dataclass(frozen=True)
+class TargetPolicy(Policy):
+    """A policy that is to meet a time to first token.
+
+    Attributes
+    ----------
+    target_s
+        It, in seconds from the start of the stream.
+    """
+
+    target_s: float
+
+    def deadline_s(self, state: StreamState) -> float:
+        """When the context is to have arrived, in seconds since the stream began."""
+        return self.target_s - state.tail_s
+
+    def instead_of_text(self, state: StreamState) -> int | None:
+        if state.text_fits(self.deadline_s(state)):
+            return None  # it is exact, and in time
+        level = self.choose(state)
+        return state.level_to_try(state.smallest_level() if level == TEXT else level)

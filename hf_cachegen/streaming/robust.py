@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_cachegen.streaming.estimate import RateEstimate
-from hf_cachegen.streaming.policy import MISS_BOUND, TEXT, Policy, StreamState
+from hf_cachegen.streaming.policy import MISS_BOUND, TEXT, StreamState, TargetPolicy
 
 
 @dataclass(frozen=True)
-class RobustPolicy(Policy):
+class RobustPolicy(TargetPolicy):
     """The least loss with a bounded probability to miss the target.
 
     Transfer times are a distribution (:class:`~hf_cachegen.streaming.estimate.RateEstimate`). The
@@ -30,8 +30,6 @@ class RobustPolicy(Policy):
 
     Attributes
     ----------
-    target_s
-        Time to first token to meet, in seconds from the start of the stream.
     losses
         Loss of quality of each level, coarse to fine; 0 for exact ones.
     first_level
@@ -40,7 +38,6 @@ class RobustPolicy(Policy):
         Accepted probability to miss the target.
     """
 
-    target_s: float
     losses: Sequence[float]
     first_level: int
     miss_bound: float = MISS_BOUND
@@ -57,12 +54,12 @@ class RobustPolicy(Policy):
                 key=lambda level: (self.losses[level], state.ready_s(estimate, level)),
                 default=state.soonest_level(estimate),
             )
-        deadline_s = self.target_s - state.tail_s
+        deadline_s = self.deadline_s(state)
         text_is_better = self.losses[level] > 0 and state.text_fits(deadline_s)
         return TEXT if text_is_better or state.text_saves_time(deadline_s) else level
 
     def _fits(self, state: StreamState, estimate: RateEstimate, level: int) -> bool:
-        deadline_s = self.target_s - state.tail_s
+        deadline_s = self.deadline_s(state)
         budget_s = deadline_s - state.elapsed_s
         at_level = state.remaining_bytes(level)
         then_smallest = [at_level[0], *state.smallest_remaining_bytes()[1:]]

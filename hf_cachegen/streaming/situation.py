@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from hf_cachegen.artifact.manifest import Manifest
 from hf_cachegen.errors import UnsupportedError
 from hf_cachegen.streaming.costs import PASS_MARGIN, StreamCosts
-from hf_cachegen.streaming.estimate import RECENT, RateEstimate
+from hf_cachegen.streaming.estimate import RateEstimate
 from hf_cachegen.streaming.ledger import Ledger
-from hf_cachegen.streaming.policy import TEXT, Policy, Refinement, StreamState
+from hf_cachegen.streaming.policy import TEXT, Policy, StreamState
 from hf_cachegen.streaming.steps import StreamStep
 
 
@@ -56,7 +56,6 @@ class Situation:
         self._costs = costs
         self._ledger = ledger
         self._holds_past = holds_past
-        self._last_text: int | None = None
 
     def state(
         self, policy: Policy, link_free_in_s: float = 0.0, seen: Sequence[float] = ()
@@ -96,36 +95,29 @@ class Situation:
         overlap_s = estimate.median_s(min(self._sizes[-1]))
         return dataclasses.replace(state, tail_s=self._costs.tail_s(overlap_s))
 
-    def state_during(
-        self, policy: Policy, chunk: int, left_bytes: int, bytes_per_s: float
-    ) -> StreamState:
-        """What the policy may know for the same choice once more, while the chunk arrives.
-
-        The chunk's sizes are what is left of it, and the link is as variable as it was, but around
-        its present rate.
-        """
+    def state_of(self, policy: Policy, chunk: int, *, last: bool = False) -> StreamState:
+        """What the policy may know for another choice about a chunk; as if it were the last one."""
         state = self.state(policy)
-        sizes = list(state.sizes_bytes)
-        sizes[chunk] = [left_bytes] * len(sizes[chunk])
-        known = self.throughputs[-RECENT:]
-        shift = bytes_per_s * RateEstimate.from_throughputs(known).median_s(1) if known else 1.0
+        end = chunk + 1 if last else None
         return dataclasses.replace(
             state,
-            sizes_bytes=sizes,
+            sizes_bytes=state.sizes_bytes[:end],
             chosen=state.chosen[:chunk],
-            recompute_s=self._recompute_s(chunk),
-            throughputs_bytes_per_s=[*(rate * shift for rate in known), bytes_per_s],
+            decode_s=state.decode_s[:end],
+            recompute_s=self._recompute_s(chunk)[:end],
         )
 
-    def begin(self, chunk: int, level: int, wanted: Refinement | None) -> StreamStep:
-        """A step that begins now, a refinement or not, with what is expected of it.
+    def begin(
+        self, chunk: int, level: int, size_bytes: int = 0, *, refinement: bool = False
+    ) -> StreamStep:
+        """A step that begins now and fetches so many bytes, with what is expected of it.
 
         Raises
         ------
         UnsupportedError
             The chunk cannot be recomputed, and is to be.
         """
-        step = StreamStep(chunk, level, self._elapsed_s(), refinement=wanted is not None)
+        step = StreamStep(chunk, level, self._elapsed_s(), refinement=refinement)
         self.chosen[chunk : chunk + 1] = [level]
         if level == TEXT:
             if not self.can_recompute(chunk):
@@ -135,20 +127,18 @@ class Situation:
                 )
             known = self._costs.recompute_s()
             step.predicted_recompute_s = known[chunk] if known else None
-            self._last_text = chunk
             return step
         if self.throughputs:
             estimate = RateEstimate.from_throughputs(self.throughputs)
-            size = self._sizes[chunk][level] if wanted is None else wanted.size_bytes
-            step.predicted_transfer_s = estimate.median_s(size)
+            step.predicted_transfer_s = estimate.median_s(size_bytes)
         step.predicted_decode_s = self._costs.decode_s()[chunk][level] or None
         return step
 
     def can_recompute(self, chunk: int) -> bool:
-        """Whether the next chunk can be computed from its token ids."""
+        """Whether a chunk can be computed from its token ids, after those that are chosen."""
         if self._holds_past is None:
             return False
-        return self._holds_past[chunk] or self._last_text == chunk - 1
+        return self._holds_past[chunk] or self.chosen[chunk - 1 : chunk] == [TEXT]
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self.started_at

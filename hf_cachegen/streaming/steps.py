@@ -68,6 +68,11 @@ class StepLog:
             self._steps.append(step)
         return step
 
+    def remove(self, step: StreamStep) -> None:
+        """Forget a step that has not begun and will not."""
+        with self._lock:
+            self._steps = [other for other in self._steps if other is not step]
+
     def note_transfer(self, step: StreamStep, size_bytes: int, seconds: float) -> None:
         """Record what has travelled so far."""
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Generator, Iterator, Sequence
 
 from hf_cachegen.artifact.reader import Artifact
@@ -14,18 +15,21 @@ from hf_cachegen.streaming.meter import Meter
 class SegmentReader:
     """Reads segments of an artefact's chunks.
 
+    The segments that a level refines are kept until they are forgotten, so that another level of
+    the chunk costs only what is not there yet.
+
     Parameters
     ----------
     artifact
         Where the chunks are.
     keep
-        Keep the segments of lossy levels, so that refining a chunk fetches only what it lacks.
+        Keep those of lossy levels themselves, too, which may be refined later.
     """
 
     def __init__(self, artifact: Artifact, *, keep: bool = False) -> None:
         self._artifact = artifact
         self._keep = keep
-        self._kept: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self._kept: dict[int, dict[tuple[int, int], bytes]] = {}  # by chunk, (level, layer)
 
     def read(
         self, chunk: int, level: int, layers: Sequence[int], meter: Meter
@@ -44,25 +48,42 @@ class SegmentReader:
         FormatError
             A segment was damaged, and once more when it was asked for again.
         """
-        chain = self._artifact.manifest.chain(level)
-        data: dict[int, bytes] = {}
-        wanted: list[tuple[int, int]] = []
-        for layer in layers:
-            held, data[layer] = self._kept.get((chunk, layer), (None, b""))
-            if held not in chain[:-1]:
-                held, data[layer] = None, b""
-            missing = chain if held is None else chain[chain.index(held) + 1 :]
-            wanted += [(part, layer) for part in missing]
-        for part, layer, segment in self._segments(chunk, sorted(wanted), meter):
-            data[layer] += segment
-            if part == level:
-                if self._keep and not self._artifact.manifest.levels[level].exact:
-                    self._kept[chunk, layer] = level, data[layer]
-                yield layer, data.pop(layer)
+        manifest = self._artifact.manifest
+        chain = manifest.chain(level)
+        kept = self._kept.setdefault(chunk, {})
+        parts = {key: kept[key] for key in itertools.product(chain, layers) if key in kept}
+        missing = self._missing(chunk, level, layers)
+        complete = set(layers) - {layer for _, layer in missing}
 
-    def forget(self) -> None:
-        """Drop the segments that were kept."""
-        self._kept.clear()
+        def whole(layer: int) -> tuple[int, bytes]:
+            return layer, b"".join(parts.pop((part, layer)) for part in chain)
+
+        yield from (whole(layer) for layer in layers if layer in complete)
+        for part, layer, segment in self._segments(chunk, missing, meter):
+            parts[part, layer] = segment
+            if part != level or (self._keep and not manifest.levels[level].exact):
+                kept[part, layer] = segment
+            if part == level:
+                yield whole(layer)
+
+    def missing_bytes(self, chunk: int, level: int, layers: Sequence[int]) -> int:
+        """What reading a level of a chunk would fetch, besides what is kept."""
+        if not self._artifact.has_index(chunk):
+            return self._artifact.manifest.read_bytes(chunk)[level]
+        return _size_bytes(self._artifact.index(chunk), self._missing(chunk, level, layers))
+
+    def forget(self, chunk: int | None = None) -> None:
+        """Drop the segments of a chunk that are kept, or of all."""
+        if chunk is None:
+            self._kept.clear()
+        else:
+            self._kept.pop(chunk, None)
+
+    def _missing(self, chunk: int, level: int, layers: Sequence[int]) -> list[tuple[int, int]]:
+        """The (level, layer) that are not kept of those that a level consists of, in file order."""
+        kept = self._kept.get(chunk, {})
+        chain = self._artifact.manifest.chain(level)
+        return sorted(key for key in itertools.product(chain, layers) if key not in kept)
 
     def located(self, chunk: int, level: int, layer: int, error: CacheGenError) -> CacheGenError:
         """The same error with the segment's place in front."""

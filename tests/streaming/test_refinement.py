@@ -360,8 +360,105 @@ def test_chunk_that_arrives_too_slowly_is_recomputed_instead(
     asked = [state.sizes_bytes[1] for state in states if state.next_chunk == 1]
     assert [sizes[0] // 260 for sizes in asked] == [4, 2, 1]  # a piece of the next segment came
     assert asked[0] == (1040, 2080)
-    assert all(len(set(sizes)) == 1 for sizes in asked[1:])
+    assert [sizes[1] // 520 for sizes in asked] == [4, 3, 2]  # of layers that were not handed over
     assert stream.sources() == ["exact"] * 3
+
+
+def test_chunk_that_arrives_too_slowly_goes_on_at_a_coarser_level(
+    start: Any, made_up: Path, slow_store: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Layers that have the finer one keep it, and nothing of them is fetched again."""
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.Meter", SlowMeter)
+    monkeypatch.setattr("hf_cachegen.streaming.receiving.AHEAD", 1)
+
+    class Humbled(Policy):
+        def choose(self, state: StreamState) -> int:
+            return int(state.next_chunk != 1 or state.sizes_bytes[1][1] > 1200)
+
+    memory = Memory()
+    stream = start(Humbled(), memory)
+    use(stream)
+    assert [memory.levels(chunk) for chunk in (0, 2)] == [{1}, {1}]
+    assert [memory.held[1, layer] for layer in range(4)] == [1, 1, 0, 0]
+    steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
+    assert steps == [(0, 1, True), (1, 1, False), (1, 0, True), (2, 1, True)]
+    assert stream.report()[2].size_bytes == 2 * 260
+
+
+class TextFirst(Policy):
+    """Everything as text, unless the link brings it while the processor is busy with others."""
+
+    def choose(self, state: StreamState) -> int:
+        return TEXT
+
+    def instead_of_text(self, state: StreamState) -> int | None:
+        assert len(state.sizes_bytes) == state.next_chunk + 1
+        return 0 if state.chosen and state.compute_free_s > state.elapsed_s else None
+
+
+def slow_passes() -> MachineRates:
+    """A processor that is thought to be busy for long with whatever it has begun."""
+    rates = MachineRates()
+    rates.prefill = PrefillCost(0.0, 1e3, 0.0)
+    return rates
+
+
+def test_stream_fills_from_the_back_while_text_comes_from_the_front(start: Any):
+    """While the first chunk is recomputed, the link brings the others, the last one first."""
+    memory, release = Memory(), threading.Event()
+
+    def recompute(chunk: int) -> Iterator[None]:
+        assert release.wait(20)
+        yield from Memory.recompute(memory, chunk)
+
+    memory.recompute = recompute  # type: ignore[method-assign]
+    stream = start(TextFirst(), memory, workers=1, rates=slow_passes())
+    user = threading.Thread(target=use, args=(stream,))
+    user.start()
+    stop = time.monotonic() + 10
+    while len(memory.events) < 8 and time.monotonic() < stop:
+        time.sleep(0.01)
+    release.set()
+    user.join()
+    chunks = [chunk for _, chunk, _ in memory.events]
+    assert chunks == [2] * 4 + [1] * 4 + [0]
+    assert [memory.levels(chunk) for chunk in range(3)] == [{TEXT}, {0}, {0}]
+    steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
+    assert steps == [(0, TEXT, True), (2, 0, True), (1, 0, True)]
+
+
+def test_what_nobody_waits_for_is_fetched_as_far_as_it_is_queued(start: Any, threads_end: Any):
+    memory = Memory()
+    stream = start(TextFirst(), memory, workers=1, rates=slow_passes())
+    stream.wait_transfers()
+    use(stream)
+    assert [memory.levels(chunk) for chunk in range(3)] == [{TEXT}, {0}, {0}]
+    assert threads_end()
+
+
+@pytest.mark.parametrize("damage", [0, 2])
+def test_chunk_that_does_not_come_sooner_is_recomputed_after_all(
+    start: Any,
+    made_up: Path,
+    slow_store: Any,
+    threads_end: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: int,
+):
+    """The link stands still, or brings wrong bytes; the processor gets to the last chunk."""
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.RECONSIDER_S", 0.1)
+    monkeypatch.setattr("hf_cachegen.streaming.meter.RECENT_S", 0.1)
+    store = slow_store(made_up, gated=not damage, damage=damage)
+    memory = Memory()
+    stream = start(TextFirst(), memory, store=store, rates=slow_passes())
+    use(stream)
+    assert [memory.levels(chunk) for chunk in range(3)] == [{TEXT}] * 3
+    assert [chunk for _, chunk, _ in memory.events if _ == TEXT] == [0, 1, 2]
+    steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
+    assert steps == [(0, TEXT, True), (1, TEXT, True), (2, 0, False), (2, TEXT, True)]
+    assert stream.sources() == ["exact"] * 3
+    stream.close()
+    assert threads_end()
 
 
 def test_chunk_is_not_in_place_once_its_refinement_could_not_be_decoded(

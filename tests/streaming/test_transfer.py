@@ -86,6 +86,7 @@ def test_levels_side_by_side_are_one_transfer(reader: Any) -> None:
     store, segments = reader()
     for level, requests in ((0, 1), (1, 1), (2, 1), (3, 1), (4, 2)):
         store.reads.clear()
+        segments.forget()
         fetch(segments, 0, level)
         assert len(store.reads) == requests
 
@@ -138,10 +139,33 @@ def test_other_branches_and_exact_levels_are_not_built_on_what_was_kept(
     reader: Any, segment: Segment
 ) -> None:
     _, segments = reader(keep=True)
-    for level in (2, 4, 3, 0, 3, 1, 1):
+    sizes = []
+    for level in (2, 4, 3, 0, 3, 1):
         found, size = fetch(segments, 0, level)
         assert found == expected(segment, 0, level)
-    assert size == size_of(segment, 0, 0, 1), "the same level once more is a new request for it"
+        sizes.append(size)
+    exact = size_of(segment, 0, 3)
+    assert sizes == [size_of(segment, 0, 0, 1, 2), size_of(segment, 0, 4), exact, 0, exact, 0]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("n_read", [0, 1, 3])
+def test_a_coarser_level_of_what_was_given_up_is_there_already(
+    reader: Any, segment: Segment, keep: bool, n_read: int
+) -> None:
+    """Of all layers: the coarser levels of all of them come before the finest of any."""
+    _, segments = reader(keep=keep)
+    assert segments.missing_bytes(0, 1, LAYERS) == size_of(segment, 0, 0, 1)
+    finer = segments.read(0, 2, LAYERS, Meter())
+    for layer in range(n_read):
+        assert next(finer)[0] == layer
+    finer.close()
+    missing = 0 if n_read else size_of(segment, 0, 0, 1)
+    assert segments.missing_bytes(0, 1, LAYERS[n_read:]) == missing
+    left = LAYERS[n_read:]
+    assert fetch(segments, 0, 1, left) == (expected(segment, 0, 1, left), missing)
+    segments.forget(0)
+    assert segments.missing_bytes(0, 1, LAYERS) == size_of(segment, 0, 0, 1)
 
 
 def test_a_read_that_was_closed_early_goes_on_from_what_it_had(
