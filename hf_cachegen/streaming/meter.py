@@ -13,6 +13,14 @@ MIN_SAMPLE_BYTES = 1 << 16
 RECENT_S = 0.5
 """A link's present rate is that of this time at least: a gap in what arrives is no standstill."""
 
+LATE_RATIO = 1.25
+"""A transfer comes late if it will take so many times as long as was expected."""
+
+
+def comes_late(waited_s: float, left_s: float, expected_s: float) -> bool:
+    """Whether a transfer comes late of which so much was waited for and so much is to come."""
+    return waited_s + left_s > LATE_RATIO * expected_s
+
 
 class Meter:
     """Measures a link while a transfer runs, from the construction or the last restart on.

@@ -25,7 +25,7 @@ from hf_cachegen.errors import FormatError, StoreError, StoreUnreachable
 from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.decoding import DecodeSegment, DecodeSegments, SegmentDecoders
 from hf_cachegen.streaming.ledger import Ledger
-from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter
+from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter, comes_late
 from hf_cachegen.streaming.policy import TEXT, Policy
 from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.receiving import Receiving
@@ -46,9 +46,6 @@ RECONSIDER_S = 0.5
 
 LATENCIES = 4.0
 """A link stands still if it is silent for so many times as long as the server's latest answers."""
-
-LATE_RATIO = 1.25
-"""A policy is asked again about a chunk that will take so many times as long as was expected."""
 
 PrepareLevel = Callable[[int, Meter], None]
 """Called with a level before its first segment is fetched: gets what decoding it needs besides. The
@@ -381,7 +378,9 @@ class ChunkStream:
                         self._steps.note_transfer(step, meter.size_bytes, meter.seconds)
                         self._steps.finish(step)
                     self._decoders.put(step, *segment)
-                if self._reconsiders(transfer):
+                preferred = self._preferred(transfer)
+                if preferred is not None:
+                    transfer.instead = preferred
                     return False
                 asked_ahead = asked_ahead or self._ask_ahead(transfer)
             arrived = True
@@ -432,8 +431,8 @@ class ChunkStream:
         """Whether a chunk that is on its way may be given up for something else."""
         return self._policy.adapts and not step.refinement
 
-    def _reconsiders(self, transfer: _Transfer) -> bool:
-        """Whether the policy would now rather do something else about a chunk, and what.
+    def _preferred(self, transfer: _Transfer) -> int | None:
+        """What the policy would now rather do about a chunk than receive the rest of it, if it is.
 
         It is not asked about one that comes about as fast as was expected, and about one that was
         to be text only when nothing else is left to recompute.
@@ -441,22 +440,20 @@ class ChunkStream:
         step, meter = transfer.step, transfer.meter
         rate, left_bytes = meter.recent_bytes_per_s(), meter.left_bytes
         if not self._may_turn(step) or rate is None or not left_bytes:
-            return False
+            return None
         # A link that stands still may do so for as long again: nobody knows more of it.
-        rate = rate or left_bytes / meter.waited_s
-        expected_s = LATE_RATIO * (step.predicted_transfer_s or 0.0)
-        in_time = meter.waited_s + left_bytes / rate <= expected_s
-        if not self._ledger.awaits(step.chunk) if transfer.fills else in_time:
-            return False
-        left = self._left_bytes(transfer)
-        now = self._now.state_of(self._policy, step.chunk, last=transfer.fills)
-        now = now.while_arriving(left, rate)
+        left_s = left_bytes / rate if rate else meter.waited_s
         if transfer.fills:
-            return self._policy.instead_of_text(now) is None
-        transfer.instead = self._policy.choose(now)
-        return transfer.instead == TEXT or (
-            transfer.instead < step.level and left[transfer.instead] < left_bytes
-        )
+            asks = self._ledger.awaits(step.chunk)
+        else:
+            asks = comes_late(meter.waited_s, left_s, step.predicted_transfer_s or 0.0)
+        if not asks:
+            return None
+        state = self._now.state_of(self._policy, step.chunk, last=transfer.fills)
+        state = state.while_arriving(self._left_bytes(transfer), left_bytes / left_s)
+        if transfer.fills:
+            return TEXT if self._policy.instead_of_text(state) is None else None
+        return self._policy.reconsider(state, step.level)
 
     def _left_bytes(self, transfer: _Transfer) -> list[int]:
         """What would have to be fetched of a chunk, by level, instead of the rest of it."""

@@ -222,10 +222,18 @@ class Policy(ABC):
     def choose(self, state: StreamState) -> int:
         """Level of ``state.next_chunk``, or :data:`TEXT`.
 
-        Of a chunk that arrives later than expected it is asked again, with what is left to fetch at
-        each level as its sizes. If the answer is then :data:`TEXT` or a coarser level than the one
-        that arrives, the rest of that is not fetched.
+        Of a chunk that arrives later than expected it is asked again, see :meth:`reconsider`.
         """
+
+    def reconsider(self, state: StreamState, level: int) -> int | None:
+        """What to do instead of fetching the rest of ``state.next_chunk`` at a level; None: go on.
+
+        Text, or a coarser level of which there is less left. The chunk's sizes are what would have
+        to be fetched at each level from now on.
+        """
+        choice, left_bytes = self.choose(state), state.sizes_bytes[state.next_chunk]
+        coarser = choice < level and left_bytes[choice] < left_bytes[level]
+        return choice if choice == TEXT or coarser else None
 
     def instead_of_text(self, state: StreamState) -> int | None:
         """The level at which to fetch ``state.next_chunk``, which is to be text; None to leave it.

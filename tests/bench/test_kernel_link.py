@@ -28,6 +28,9 @@ CONTENT = os.urandom(1 << 20) * 8
 GOODPUT = 1448 / 1514
 """Share of TCP's payload in what an Ethernet device sends."""
 
+FAR_TOO_LONG_S = 20.0
+"""On an idle machine, what is compared with it takes a second."""
+
 
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
@@ -35,13 +38,20 @@ def served(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def get(server: LinkServer, size: int, timeout_s: float = 20.0) -> tuple[bytes, float]:
+def get(server: LinkServer, size: int, timeout_s: float = FAR_TOO_LONG_S) -> tuple[bytes, float]:
     """The file's first bytes, and the seconds that they took."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=timeout_s)
     with contextlib.closing(connection):
         started = time.perf_counter()
         connection.request("GET", "/file", headers={"Range": f"bytes=0-{size - 1}"})
         return connection.getresponse().read(), time.perf_counter() - started
+
+
+def seconds_of(server: LinkServer, size: int) -> float:
+    """How long it takes to get the file's first bytes, which have to be right."""
+    body, seconds = get(server, size)
+    assert body == CONTENT[:size]
+    return seconds
 
 
 OverTc = Callable[..., LinkServer]
@@ -54,64 +64,70 @@ def over_tc(kernel_links: None, served: Path) -> OverTc:
 
 
 @pytest.mark.parametrize("rate", [2.5e5, 2.5e6, 2.5e7])
-def test_rate_holds(over_tc: OverTc, rate: float) -> None:
-    """From 2 to 200 Mbit/s; the best of three, as others may use this machine too."""
+def test_rate_holds(over_tc: OverTc, rate: float, lies_between: Any) -> None:
+    """From 2 to 200 Mbit/s."""
     size = int(rate * 0.3)
     with over_tc(rate_bytes_per_s=rate) as server:
-        found = [get(server, size) for _ in range(3)]
         assert not server.url.startswith("http://127.")
-    for body, _ in found:
-        assert body == CONTENT[:size]
-    shares = [size / seconds / rate for _, seconds in found]
-    assert 0.7 < max(shares) < 1.05 * GOODPUT
+        shortest_s = size / rate / GOODPUT
+        assert lies_between(lambda: seconds_of(server, size), 0.95 * shortest_s, 1.4 * shortest_s)
 
 
-def test_connections_share_the_link(over_tc: OverTc) -> None:
+def test_connections_share_the_link(over_tc: OverTc, lies_between: Any) -> None:
     with over_tc(rate_bytes_per_s=2e6) as server:
-        threads = [threading.Thread(target=get, args=(server, 200_000)) for _ in range(4)]
-        started = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert 0.4 / GOODPUT * 0.95 < time.perf_counter() - started < 1.0
+
+        def measure() -> float:
+            threads = [threading.Thread(target=get, args=(server, 200_000)) for _ in range(4)]
+            started = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return time.perf_counter() - started
+
+        assert lies_between(measure, 0.4 / GOODPUT * 0.95, 1.0)
 
 
 def test_rate_follows_the_trace_anew_after_each_restart(over_tc: OverTc) -> None:
     """As fast as nothing, then fast: what waits at the slow rate goes on with the fast one."""
     with over_tc(trace=[(0.0, 1e3), (0.3, 1e7), (0.5, 1e6)]) as server:
         for _ in range(2):
+            started = time.perf_counter()
             server.link.restart()
-            body, seconds = get(server, 1_000_000)
-            assert body == CONTENT[:1_000_000]
-            assert 0.35 < seconds < 0.9
+            seconds_of(server, 1_000_000)
+            assert 0.35 < time.perf_counter() - started < FAR_TOO_LONG_S
         time.sleep(0.5)
-        assert get(server, 300_000)[1] > 0.25  # at the last rate, for ever
+        assert seconds_of(server, 300_000) > 0.25  # at the last rate, for ever
 
 
 @pytest.mark.parametrize(("before", "after"), [(12.5e6, 2.5e6), (12.5e6, 6e5), (2.5e6, 6e5)])
 def test_link_goes_on_when_the_rate_falls(over_tc: OverTc, before: float, after: float) -> None:
-    """What waits for it then has to fit through the narrower link."""
+    """What waits for it then has to fit through the narrower link.
+
+    Once of several times: on a busy machine it may fall late, or the request comes late.
+    """
     size = int(0.2 * before + 0.5 * after)
     with over_tc(trace=[(0.0, before), (0.2, after)]) as server:
-        body, seconds = get(server, size)
-    assert body == CONTENT[:size]
-    assert 0.6 < seconds < 2
+
+        def measure() -> float:
+            server.link.restart()
+            return seconds_of(server, size)
+
+        assert any(0.6 < measure() < 2 for _ in range(10))
 
 
 def test_link_that_was_down_brings_what_was_asked_for(over_tc: OverTc) -> None:
     with over_tc(trace=[(0.0, 1e6), (0.1, 0.0), (0.4, 1e7)]) as server:
-        body, seconds = get(server, 1_000_000)
-    assert body == CONTENT[:1_000_000]
-    assert 0.4 < seconds < 5
+        started = time.perf_counter()
+        server.link.restart()
+        seconds_of(server, 1_000_000)
+        assert 0.4 < time.perf_counter() - started < FAR_TOO_LONG_S
 
 
-def test_link_without_a_limit(over_tc: OverTc) -> None:
+def test_link_without_a_limit(over_tc: OverTc, lies_between: Any) -> None:
     with over_tc() as server:
         server.link.restart()
-        body, seconds = get(server, len(CONTENT))
-    assert body == CONTENT
-    assert seconds < len(CONTENT) / 2.5e7
+        assert lies_between(lambda: seconds_of(server, len(CONTENT)), 0, len(CONTENT) / 2.5e7)
 
 
 def test_faults_are_those_of_any_server(over_tc: OverTc) -> None:
@@ -138,8 +154,8 @@ def test_server_is_left_while_the_link_is_down(over_tc: OverTc) -> None:
         server.link.set_rate(0.0)
         time.sleep(0.1)
         started = time.perf_counter()
-    assert time.perf_counter() - started < 1
-    client.join(timeout=5)
+    assert time.perf_counter() - started < FAR_TOO_LONG_S  # TCP would try for many minutes
+    client.join(FAR_TOO_LONG_S)
     assert len(failed) == 1
 
 
@@ -175,9 +191,17 @@ def test_rate_that_cannot_be_set_is_no_secret(
     over_tc: OverTc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by the thread that follows the trace either: what was measured was another link."""
+    set_rate, tried = KernelLink.set_rate, threading.Event()
+
+    def set_rate_without_device(link: KernelLink, bytes_per_s: float) -> None:
+        if bytes_per_s == 2e6:
+            monkeypatch.setattr(kernel_link, "SERVER_DEVICE", "missing0")
+            tried.set()
+        set_rate(link, bytes_per_s)
+
+    monkeypatch.setattr(KernelLink, "set_rate", set_rate_without_device)
     server = over_tc(trace=[(0.0, 1e6), (0.05, 2e6)]).__enter__()
-    monkeypatch.setattr(kernel_link, "SERVER_DEVICE", "missing0")
-    time.sleep(0.3)
+    assert tried.wait(FAR_TOO_LONG_S)
     with pytest.raises(OSError, match="tc qdisc replace dev missing0"):
         server.__exit__(None, None, None)
 
@@ -185,11 +209,13 @@ def test_rate_that_cannot_be_set_is_no_secret(
 def test_process_that_is_killed_leaves_nothing(kernel_links: None, served: Path) -> None:
     """By Ctrl-C in a moment of its own, or by what no process can answer."""
     code = (
-        "import sys, time; from hf_cachegen.bench.link import LinkServer, Shaper\n"
+        "import signal, sys, time; from hf_cachegen.bench.link import LinkServer, Shaper\n"
+        # Ignored by whatever a shell starts in the background.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with LinkServer(sys.argv[1], rate_bytes_per_s=1e5, shaper=Shaper.tc):\n"
-        "    print('up', flush=True); time.sleep(60)"
+        "    print('up', flush=True); time.sleep(600)"
     )
-    n_devices = len(socket.if_nameindex())
+    before = set(socket.if_nameindex())
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
     processes = [
         subprocess.Popen(
@@ -203,15 +229,15 @@ def test_process_that_is_killed_leaves_nothing(kernel_links: None, served: Path)
         for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
-        assert len(socket.if_nameindex()) >= n_devices + 3
+        assert len(set(socket.if_nameindex()) - before) >= 3
     finally:
         for process, number in zip(processes, signals, strict=True):
             process.send_signal(number)
         for process in processes:
-            process.communicate(timeout=20)
+            process.communicate(timeout=60)
 
 
-def test_latency_is_that_of_the_link(over_tc: OverTc) -> None:
+def test_latency_is_that_of_the_link(over_tc: OverTc, lies_between: Any) -> None:
     try:
         check_kernel_links(delays=True)
     except OSError as error:
@@ -219,7 +245,8 @@ def test_latency_is_that_of_the_link(over_tc: OverTc) -> None:
             pass
         pytest.skip(str(error))
     with over_tc(rate_bytes_per_s=1e6, latency_s=0.1) as server:
-        assert 0.2 < get(server, 1)[1] < 0.4  # to connect, and to ask
+        # To connect, and to ask.
+        assert lies_between(lambda: seconds_of(server, 1), 0.2, 0.4)
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from hf_cachegen.bench import loopback
 from hf_cachegen.bench.link import (
     Busy,
     Gone,
@@ -91,42 +93,50 @@ def test_whole_files_heads_and_missing_files(served: Path) -> None:
 
 
 @pytest.mark.parametrize("rate", [125e3, 1.25e6, 12.5e6, 125e6])
-def test_rate_is_exact(served: Path, rate: float) -> None:
-    """From 1 Mbit/s to 1 Gbit/s; the best of three, as others may use this machine too."""
+def test_rate_is_exact(served: Path, rate: float, lies_between: Any) -> None:
+    """From 1 Mbit/s to 1 Gbit/s."""
     size = int(min(0.4 * rate, len(CONTENT)))
-    errors = []
     with LinkServer(served, rate_bytes_per_s=rate) as server:
         connection = connect(server)
-        for _ in range(3):
+
+        def measure() -> float:
             started_s = time.perf_counter()
             connection.request("GET", "/file", headers={"Range": f"bytes=0-{size - 1}"})
             response = connection.getresponse()
             while response.readinto(bytearray(1 << 16)):
                 pass
-            seconds = time.perf_counter() - started_s
-            errors.append(abs(seconds * rate / size - 1))
+            return time.perf_counter() - started_s
+
+        assert lies_between(measure, 0.97 * size / rate, 1.03 * size / rate)
         connection.close()
-    assert min(errors) < 0.03
 
 
-def test_connections_share_the_link(served: Path) -> None:
+def test_connections_share_the_link(served: Path, lies_between: Any) -> None:
     with LinkServer(served, rate_bytes_per_s=4e6) as server:
-        threads = [threading.Thread(target=get, args=(server, "bytes=0-399999")) for _ in range(4)]
-        started_s = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert time.perf_counter() - started_s == pytest.approx(0.4, rel=0.3, abs=0.05)
+
+        def measure() -> float:
+            wanted = "bytes=0-399999"
+            threads = [threading.Thread(target=get, args=(server, wanted)) for _ in range(4)]
+            started_s = time.perf_counter()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            return time.perf_counter() - started_s
+
+        assert lies_between(measure, 0.35, 0.52)
 
 
-def test_rate_follows_the_trace() -> None:
+def test_rate_follows_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(loopback.time, "perf_counter", lambda: now_s)
     link = Link([(0.0, 1000.0), (1.0, 0.0), (2.0, 500.0)])
     # 1000 bytes in the first second, none in the next, then 500 in a second.
-    assert link.book(1500, ongoing=False) == pytest.approx(3.0, abs=0.05)
-    assert link.book(500, ongoing=True) == pytest.approx(4.0, abs=0.05)
+    assert link.book(1500, ongoing=False) == pytest.approx(3.0)
+    assert link.book(500, ongoing=True) == pytest.approx(4.0)
+    now_s += 5
     link.restart()
-    assert link.book(500, ongoing=False) == pytest.approx(0.5, abs=0.05)
+    assert link.book(500, ongoing=False) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +201,7 @@ def test_server_that_is_gone_stays_so(served: Path) -> None:
 
 def test_leaving_ends_threads_and_sockets(served: Path) -> None:
     before = set(threading.enumerate())
-    with LinkServer(served, faults=[Stall(1, 10, 60.0)], rate_bytes_per_s=1e6) as server:
+    with LinkServer(served, faults=[Stall(1, 10, 60.0)], rate_bytes_per_s=1e5) as server:
         idle, stalled, paced = connect(server), connect(server), connect(server)
         idle.request("GET", "/file", headers={"Range": "bytes=0-9"})
         assert idle.getresponse().read() == CONTENT[:10]
@@ -201,7 +211,7 @@ def test_leaving_ends_threads_and_sockets(served: Path) -> None:
         paced.getresponse()
         address = urlsplit(server.url)
         started_s = time.perf_counter()
-    assert time.perf_counter() - started_s < 2
+    assert time.perf_counter() - started_s < 30  # and both transfers take longer
     assert set(threading.enumerate()) <= before
     for connection in (idle, stalled, paced):
         connection.close()

@@ -21,9 +21,9 @@ from hf_cachegen.bench.simulate import (
     plot_levels,
     run_simulation,
 )
-from hf_cachegen.bench.simulate.clock import Costs, Outcome, context_costs, stream
+from hf_cachegen.bench.simulate.clock import Costs, context_costs, stream
 from hf_cachegen.bench.simulate.links import TRACES, RequestLink, TimedLink, TraceName, make_link
-from hf_cachegen.bench.simulate.presets import Ladder, Level
+from hf_cachegen.bench.simulate.presets import Level
 from hf_cachegen.cli.options import ManyValuesCommand
 from hf_cachegen.cli.simulate import LadderName, Preset, Trace, simulate
 from hf_cachegen.streaming.controller import (
@@ -140,7 +140,8 @@ def test_recomputation_overlaps_transfers():
     assert outcome.size_bytes == 600
     # Here the chunk to recompute waits for the one before it.
     after = stream(COSTS, Script((0, TEXT, 0)), TimedLink([100.0]))
-    assert (after.steps[1].start_s, after.steps[1].end_s) == pytest.approx((2, 6))
+    text = next(step for step in after.steps if step.level == TEXT)
+    assert (text.start_s, text.end_s) == pytest.approx((2, 6))
     assert after.ttft_s == pytest.approx(6 + 0.5 + 0.25)
 
 
@@ -161,6 +162,51 @@ def test_a_refinement_that_comes_too_late_is_given_up():
     assert outcome.ttft_s == pytest.approx(6.5 + 0.25)
 
 
+@pytest.mark.parametrize(("nested", "more_bytes"), [(0, 100), (2, 0)])
+def test_a_chunk_that_comes_too_slowly_goes_on_at_a_coarser_level(nested: int, more_bytes: int):
+    """Which costs nothing where levels nest: its bytes came first."""
+
+    class Humbled(Policy):
+        def choose(self, state: StreamState) -> int:
+            return int(all(rate > 50 for rate in state.throughputs_bytes_per_s))
+
+    costs = dataclasses.replace(COSTS, nested=nested)
+    outcome = stream(costs, Humbled(), TimedLink([100.0] * 15 + [10.0] * 585))
+    assert outcome.levels == (0, 0, 0)
+    given_up, then = outcome.steps[:2]
+    assert (given_up.level, given_up.finished, then.level, then.finished) == (1, False, 0, True)
+    # The link is slow from 1.5 s on, which shows in the last half of the time.
+    assert 1.5 < given_up.end_s == then.start_s < 3
+    assert then.size_bytes == more_bytes
+
+
+class TextFirst(Policy):
+    """Everything as text, but for what the link brings while the processor is busy."""
+
+    def choose(self, state: StreamState) -> int:
+        return TEXT
+
+    def instead_of_text(self, state: StreamState) -> int | None:
+        assert len(state.sizes_bytes) == len(state.decode_s) == state.next_chunk + 1
+        return 0 if state.compute_free_s > state.elapsed_s else None
+
+
+def test_what_waits_to_be_recomputed_is_fetched_from_the_back():
+    # The first chunk is text until 3 s. The others arrive at 0.5 and 1.5 s, decoded at 4.5 s.
+    outcome = stream(COSTS, TextFirst(), TimedLink([100.0]))
+    assert outcome.levels == (TEXT, 0, 0)
+    assert outcome.ttft_s == pytest.approx(4.5 + 0.25)
+    # At a tenth of the rate the last one arrives at 5 s. The other one is recomputed since 3 s.
+    outcome = stream(COSTS, TextFirst(), TimedLink([10.0]))
+    assert outcome.levels == (TEXT, TEXT, 0)
+    assert outcome.ttft_s == pytest.approx(7 + 0.5 + 0.25)
+    # At a hundredth it is given up, once nothing else is left to do.
+    outcome = stream(COSTS, TextFirst(), TimedLink([1.0]))
+    assert outcome.levels == (TEXT,) * 3
+    assert [step.finished for step in outcome.steps if step.level == 0] == [False]
+    assert outcome.ttft_s == pytest.approx(9 + 0.25)
+
+
 POLICIES = ("text", "fixed:transform-1", "paper", "robust", "layered")
 
 
@@ -178,20 +224,14 @@ def test_the_clock_keeps_its_books(policy: str, trace: TraceName, seed: int, n_t
             assert step.start_s <= step.end_s <= following.start_s
     assert outcome.ttft_s >= max(step.end_s for step in outcome.steps) + costs.prompt_s
     assert sum(costs.chunk_tokens) == n_tokens
-    assert delivered_bytes(costs, outcome, ladder) == pytest.approx(outcome.size_bytes)
-
-
-def delivered_bytes(costs: Costs, outcome: Outcome, ladder: Ladder) -> float:
-    """Bytes of each chunk's level where levels nest, of what was given up or recomputed since."""
-    arrived = [0.0] * len(costs.chunk_tokens)
-    given_up = 0.0
-    for step in outcome.steps:
-        if not step.finished:
-            given_up += step.size_bytes
-        elif step.level != TEXT:
-            assert step.level < ladder.nested
-            arrived[step.chunk] = costs.sizes_bytes[step.chunk][step.level]
-    return sum(arrived) + given_up
+    # Levels nest here, so that no byte travels twice. What was given up may be of use or not.
+    held = sum(
+        sizes[level]
+        for sizes, level in zip(costs.sizes_bytes, outcome.levels, strict=True)
+        if level != TEXT
+    )
+    given_up = sum(step.size_bytes for step in outcome.steps if not step.finished)
+    assert held - 1 <= outcome.size_bytes <= held + given_up + len(outcome.steps)
 
 
 def test_presets_follow_from_their_models():
@@ -226,8 +266,8 @@ def test_fluctuating_link(fluctuating: SimulationReport):
     robust = fluctuating.row("robust", "transform")
     layered = fluctuating.row("layered", "transform")
     assert fluctuating.row("fixed:uniform-8").miss_rate > 0.8
-    assert paper.miss_rate <= 0.12
-    assert robust.miss_rate < paper.miss_rate
+    assert paper.miss_rate <= 0.08
+    assert robust.miss_rate <= 0.01
     assert layered.miss_rate <= 0.01
     assert layered.loss <= 0.2 * min(robust.loss, paper.loss)
     # With delta even its smallest level misses too often for any choice to help.

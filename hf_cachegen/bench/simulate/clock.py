@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from hf_cachegen.bench.simulate.links import Link
 from hf_cachegen.bench.simulate.presets import Ladder, Setup
 from hf_cachegen.streaming.controller import TEXT, Policy, Refinement, StreamState
+from hf_cachegen.streaming.meter import RECENT_S, comes_late
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Costs:
         Tokens of each chunk.
     prompt_s
         Seconds of the prompt's own prefill, after the context is in place.
+    nested
+        How many of the coarsest levels nest: each begins with the bytes of the one before.
     """
 
     chunk_tokens: tuple[int, ...]
@@ -27,6 +31,7 @@ class Costs:
     decode_s: tuple[tuple[float, ...], ...]
     recompute_s: tuple[float, ...]
     prompt_s: float
+    nested: int = 0
 
     @property
     def tail_decode_s(self) -> float:
@@ -65,6 +70,7 @@ def context_costs(
             sharing * setup.prefill_s(start, n) for start, n in zip(starts, tokens, strict=True)
         ),
         prompt_s=sharing * setup.prefill_s(n_tokens, prompt_tokens),
+        nested=ladder.nested,
     )
 
 
@@ -77,7 +83,7 @@ class Step:
     size_bytes
         Bytes that travelled.
     finished
-        False for a refinement that was given up.
+        False for a transfer that was given up.
     """
 
     chunk: int
@@ -90,7 +96,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stream went: the level that each chunk ended with, and everything done for it."""
+    """How a stream went: the level that each chunk ended with, and all steps as they began."""
 
     ttft_s: float
     levels: tuple[int, ...]
@@ -108,25 +114,50 @@ def stream(costs: Costs, policy: Policy, link: Link) -> Outcome:
     The link carries one transfer at a time and the processor does one thing at a time, in the order
     in which they came up: a chunk is decoded, whole, once it has arrived, while the next travels; a
     recomputation starts when every earlier chunk is in place, and the link goes on meanwhile.
+
+    What comes too slowly is given up, and what waits to be recomputed is fetched from the back, as
+    by :class:`~hf_cachegen.streaming.pipeline.ChunkStream`. All requests for one chunk in a row
+    count as one for the link.
     """
-    run = _Run(costs, link)
+    run = _Run(costs, policy, link)
     for chunk in range(len(costs.chunk_tokens)):
-        run.take(chunk, policy.choose(run.state()))
+        run.take(chunk)
+    if policy.adapts:
+        run.fill_from_the_back()
     while refinement := policy.refine(run.state()):
         run.refine(refinement)
     return run.outcome()
 
 
+ASK_S = 0.1
+"""How often it is looked whether a chunk comes too slowly."""
+
+Prefers = Callable[[float, StreamState], int | None]
+"""Called with the seconds that a transfer has taken and the state then; returns what to do instead
+of the rest of it, or None."""
+
+
+@dataclass
+class _Work:
+    """Something that the processor is to do about a chunk: decode a level, or recompute."""
+
+    chunk: int
+    level: int
+    ready_s: float
+    seconds: float
+
+
 class _Run:
-    def __init__(self, costs: Costs, link: Link) -> None:
+    def __init__(self, costs: Costs, policy: Policy, link: Link) -> None:
         self._costs = costs
+        self._policy = policy
         self._link = link
         self._now_s = 0.0  # when the link is free
-        self._compute_free_s = 0.0
         self._requests = 0
         self._levels: list[int] = []
         self._throughputs: list[float] = []
-        self._steps: list[Step] = []
+        self._transfers: list[Step] = []
+        self._work: list[_Work] = []  # in the order in which it is done
 
     def state(self) -> StreamState:
         return StreamState(
@@ -136,41 +167,183 @@ class _Run:
             throughputs_bytes_per_s=self._throughputs,
             decode_s=self._costs.decode_s,
             recompute_s=self._costs.recompute_s,
-            compute_free_s=self._compute_free_s,
+            compute_free_s=self._compute_free_s(),
             tail_s=self._costs.tail_s,
             tail_decode_s=self._costs.tail_decode_s,
         )
 
-    def take(self, chunk: int, level: int) -> None:
-        self._levels.append(level)
+    def take(self, chunk: int) -> None:
+        """Have a chunk brought, or else recomputed."""
+        level: int | None = self._policy.choose(self.state())
+        held_bytes = 0.0
+        while level is not None and level != TEXT:
+            self._levels[chunk:] = [level]
+            level, held_bytes = self._bring(chunk, level, held_bytes)
+        self._requests += bool(held_bytes or level is None)
         if level == TEXT:
+            self._levels[chunk:] = [TEXT]
             self._recompute(chunk)
-        else:
-            self._fetch(chunk, level, self._costs.sizes_bytes[chunk][level])
+
+    def fill_from_the_back(self) -> None:
+        """Fetch what waits to be recomputed, last chunk first, while the processor is busy."""
+        while (index := self._last_text()) is not None:
+            text = self._work.pop(index)
+            level = self._policy.instead_of_text(self._state_of(text.chunk, last=True))
+            if level is None or not self._fill(text.chunk, level):
+                text.ready_s = self._now_s
+                self._work.insert(index, text)
+                return
 
     def refine(self, wanted: Refinement) -> None:
-        if self._fetch(wanted.chunk, wanted.level, wanted.size_bytes, wanted.stop_s):
+        start_s = self._now_s
+        end_s, sent = self._send(start_s, wanted.size_bytes, wanted.stop_s)
+        finished = sent == wanted.size_bytes
+        self._note_transfer(wanted.chunk, wanted.level, end_s, sent, finished)
+        self._requests += 1
+        if finished:
             self._levels[wanted.chunk] = wanted.level
+            self._decode(wanted.chunk, wanted.level)
 
     def outcome(self) -> Outcome:
-        ready_s = max(self._now_s, self._compute_free_s)
-        return Outcome(ready_s + self._costs.prompt_s, tuple(self._levels), tuple(self._steps))
+        ready_s = max(self._now_s, self._compute_free_s())
+        recomputed = [
+            Step(work.chunk, TEXT, start_s, end_s, 0)
+            for work, start_s, end_s in self._schedule()
+            if work.level == TEXT
+        ]
+        steps = sorted([*self._transfers, *recomputed], key=lambda step: step.start_s)
+        return Outcome(ready_s + self._costs.prompt_s, tuple(self._levels), tuple(steps))
+
+    def _bring(self, chunk: int, level: int, held_bytes: float) -> tuple[int | None, float]:
+        """Transfer a chunk of which some bytes are there already, and have it decoded.
+
+        Returns what is preferred to the rest of it, None if all has come, and the bytes that are
+        there for another of the levels that nest.
+        """
+        size_bytes = self._left_bytes(chunk, held_bytes)[level]
+        estimate = self.state().estimate()
+        expected_s = estimate.median_s(size_bytes) if estimate else 0.0
+
+        def prefers(taken_s: float, state: StreamState) -> int | None:
+            left_bytes = state.sizes_bytes[chunk][level]
+            if not comes_late(taken_s, left_bytes / state.throughputs_bytes_per_s[-1], expected_s):
+                return None
+            return self._policy.reconsider(state, level)
+
+        first_s = RECENT_S if self._policy.adapts else math.inf
+        instead, sent = self._transfer(chunk, level, held_bytes, first_s, prefers)
+        return instead, held_bytes + (sent if level < self._costs.nested else 0.0)
+
+    def _fill(self, chunk: int, level: int) -> bool:
+        """Transfer a chunk that would else be recomputed; False if it is given up."""
+
+        def prefers(taken_s: float, state: StreamState) -> int | None:
+            return TEXT if self._policy.instead_of_text(state) is None else None
+
+        busy_s = self._compute_free_s() - self._now_s
+        instead, _ = self._transfer(chunk, level, 0.0, max(busy_s, RECENT_S), prefers, last=True)
+        self._requests += 1
+        if instead is None:
+            self._levels[chunk] = level
+        return instead is None
+
+    def _transfer(
+        self,
+        chunk: int,
+        level: int,
+        held_bytes: float,
+        first_s: float,
+        prefers: Prefers,
+        *,
+        last: bool = False,
+    ) -> tuple[int | None, float]:
+        """What is preferred to the rest of a transfer, asked for after ``first_s``; bytes sent."""
+        start_s, ask_s = self._now_s, first_s
+        size_bytes = self._left_bytes(chunk, held_bytes)[level]
+        rate, instead = 0.0, None
+        end_s, sent = self._send(start_s, size_bytes, start_s + ask_s)
+        while sent < size_bytes and instead is None:
+            window_s = max(RECENT_S, ask_s / 2)
+            before = self._send(start_s, size_bytes, start_s + ask_s - window_s)[1]
+            rate = (sent - before) / window_s
+            nests = level < self._costs.nested
+            left = self._left_bytes(chunk, held_bytes + (sent if nests else 0.0))
+            left[level] = size_bytes - round(sent)
+            state = self._state_of(chunk, ask_s, last=last).while_arriving(left, rate)
+            instead = prefers(ask_s, state)
+            if instead is None:
+                ask_s += ASK_S
+                end_s, sent = self._send(start_s, size_bytes, start_s + ask_s)
+        finished = instead is None
+        # Of a chunk that is given up, the first part may have come over a better link.
+        self._note_transfer(chunk, level, end_s, sent, finished, None if finished else rate)
+        if finished:
+            self._decode(chunk, level)
+        return instead, sent
+
+    def _send(self, start_s: float, size_bytes: float, stop_s: float) -> tuple[float, float]:
+        return self._link.send(self._requests, start_s, size_bytes, stop_s)
+
+    def _left_bytes(self, chunk: int, held_bytes: float) -> list[int]:
+        """Bytes to fetch of a chunk by level, if so many are there for those that nest."""
+        return [
+            max(size - round(held_bytes), 0) if level < self._costs.nested else size
+            for level, size in enumerate(self._costs.sizes_bytes[chunk])
+        ]
+
+    def _state_of(self, chunk: int, later_s: float = 0.0, *, last: bool = False) -> StreamState:
+        """The state for another choice about a chunk; as if it were the last one."""
+        state, end = self.state(), chunk + 1 if last else None
+        return replace(
+            state,
+            sizes_bytes=state.sizes_bytes[:end],
+            chosen=state.chosen[:chunk],
+            decode_s=state.decode_s[:end],
+            recompute_s=state.recompute_s[:end],
+            elapsed_s=state.elapsed_s + later_s,
+        )
+
+    def _note_transfer(
+        self,
+        chunk: int,
+        level: int,
+        end_s: float,
+        sent: float,
+        finished: bool,
+        rate: float | None = None,
+    ) -> None:
+        """Record a transfer, and the link's rate: by default its mean."""
+        self._transfers.append(Step(chunk, level, self._now_s, end_s, sent, finished))
+        if sent:
+            self._throughputs.append(rate or sent / (end_s - self._now_s))
+        self._now_s = end_s
+
+    def _decode(self, chunk: int, level: int) -> None:
+        seconds = self._costs.decode_s[chunk][level]
+        self._work.append(_Work(chunk, level, self._now_s, seconds))
 
     def _recompute(self, chunk: int) -> None:
-        start_s = max(self._now_s, self._compute_free_s)
-        self._compute_free_s = start_s + self._costs.recompute_s[chunk]
-        self._steps.append(Step(chunk, TEXT, start_s, self._compute_free_s, 0))
+        self._work.append(_Work(chunk, TEXT, self._now_s, self._costs.recompute_s[chunk]))
 
-    def _fetch(self, chunk: int, level: int, size_bytes: int, stop_s: float = math.inf) -> bool:
-        """Transfer and, if it finished, decode."""
-        start_s = self._now_s
-        self._now_s, sent = self._link.send(self._requests, start_s, size_bytes, stop_s)
-        self._requests += 1
-        finished = sent == size_bytes
-        self._steps.append(Step(chunk, level, start_s, self._now_s, sent, finished))
-        if sent:
-            self._throughputs.append(sent / (self._now_s - start_s))
-        if finished:
-            begin_s = max(self._now_s, self._compute_free_s)
-            self._compute_free_s = begin_s + self._costs.decode_s[chunk][level]
-        return finished
+    def _last_text(self) -> int | None:
+        """Where in the schedule the last recomputation is, if it has not begun."""
+        texts = [
+            index
+            for index, (work, start_s, _) in enumerate(self._schedule())
+            if work.level == TEXT and start_s > self._now_s
+        ]
+        for work in self._work[texts[-1] :] if texts else ():
+            work.ready_s = max(work.ready_s, self._now_s)  # nothing from there on has begun
+        return texts[-1] if texts else None
+
+    def _schedule(self) -> list[tuple[_Work, float, float]]:
+        """What the processor does, and when it begins and ends."""
+        schedule, free_s = [], 0.0
+        for work in self._work:
+            start_s = max(free_s, work.ready_s)
+            free_s = start_s + work.seconds
+            schedule.append((work, start_s, free_s))
+        return schedule
+
+    def _compute_free_s(self) -> float:
+        return self._schedule()[-1][2] if self._work else 0.0

@@ -78,7 +78,7 @@ class TimedLink:
         self, request: int, start_s: float, size_bytes: float, stop_s: float = math.inf
     ) -> tuple[float, float]:
         before = self._carried_by(start_s)
-        end_s = self._time_of(before + size_bytes)
+        end_s = max(self._time_of(before + size_bytes), start_s)
         if end_s <= stop_s:
             return end_s, size_bytes
         return max(stop_s, start_s), max(self._carried_by(stop_s) - before, 0)
