@@ -274,6 +274,15 @@ class TargetPolicy(Policy):
         """When the context is to have arrived, in seconds since the stream began."""
         return self.target_s - state.tail_s
 
+    def reconsider(self, state: StreamState, level: int) -> int | None:
+        """As of any policy, once the target is at stake: as long as it isn't, a chunk goes on."""
+        estimate = state.estimate()
+        sizes = [state.sizes_bytes[state.next_chunk][level], *state.smallest_remaining_bytes()[1:]]
+        left_s = self.deadline_s(state) - state.elapsed_s
+        if estimate is not None and estimate.late_probability(sizes, left_s) <= MISS_BOUND:
+            return None
+        return super().reconsider(state, level)
+
     def instead_of_text(self, state: StreamState) -> int | None:
         if state.text_fits(self.deadline_s(state)):
             return None  # it is exact, and in time

@@ -449,3 +449,59 @@ def test_text_in_front_shortens_a_stream_that_will_be_late():
         # Nothing is decoded for nothing.
         busy = dataclasses.replace(slow, decode_s=[(1.0,) * 4] * 4)
         assert policy.choose(busy) == 0
+
+
+NESTED = (0, 0, 5_000_000, 45_000_000)
+"""What is left of a chunk at each level when three of its levels nest and half of it has come."""
+
+
+@pytest.mark.parametrize("policy", [*adaptive(10.0), LayeredPolicy(10.0, LOSSES, nested=3)])
+def test_late_chunk_goes_on_as_long_as_the_target_is_not_at_stake(policy: Policy):
+    """It is a half slower than the others: there is time for it, and for the smallest of them."""
+    known = state(chosen=(2,), throughputs_bytes_per_s=[40e6] * 8)
+    assert policy.reconsider(known.while_arriving(NESTED, 20e6), 2) is None
+
+
+@pytest.mark.parametrize("policy", [*adaptive(10.0), LayeredPolicy(10.0, LOSSES, nested=3)])
+def test_late_chunk_makes_way_for_what_is_in_time(policy: Policy):
+    """The link has become so slow that no level is in time, and the coarsest has come already."""
+    known = state(chosen=(2,), elapsed_s=8.0, throughputs_bytes_per_s=[40e6] * 8)
+    late = known.while_arriving(NESTED, 1e5)
+    assert policy.reconsider(late, 2) == 0
+    if not isinstance(policy, PaperPolicy):  # its rule knows text only if all of it is in time
+        recompute_s = (1.0,) * 4
+        assert policy.reconsider(dataclasses.replace(late, recompute_s=recompute_s), 2) == TEXT
+
+
+@given(states(text=True), st.floats(0.1, 5), st.integers(0, N_LEVELS - 1), st.floats(1e4, 1e9))
+def test_only_less_is_fetched_instead(
+    known: StreamState, target_s: float, level: int, bytes_per_s: float
+):
+    late = known.while_arriving(known.sizes_bytes[known.next_chunk], bytes_per_s)
+    policies = [*adaptive(target_s), LayeredPolicy(target_s, LOSSES), Soonest(level)]
+    for policy in policies:
+        instead = policy.reconsider(late, level)
+        assert instead is None or instead < level
+        tried = policy.instead_of_text(late)
+        assert tried != TEXT
+
+
+def test_link_is_tried_while_the_processor_is_busy():
+    """The last chunk waits for its recomputation, and the link is thought to be too slow for it."""
+    waiting = state(
+        sizes_bytes=[(10**7,) * 4] * 2,
+        chosen=(TEXT,),
+        recompute_s=(3.0, 3.0),
+        throughputs_bytes_per_s=[1e5] * 8,
+        elapsed_s=1.0,
+        compute_free_s=3.0,
+    )
+    idle = dataclasses.replace(waiting, compute_free_s=1.0)
+    sooner = dataclasses.replace(idle, throughputs_bytes_per_s=[1e8] * 8)
+    for policy, level in [(Soonest(2), 2), (RobustPolicy(2.0, LOSSES, first_level=1), 0)]:
+        assert policy.instead_of_text(waiting) == level
+        assert policy.instead_of_text(idle) is None
+        assert policy.instead_of_text(sooner) is not None
+    generous = RobustPolicy(20.0, LOSSES, first_level=1)
+    assert generous.instead_of_text(waiting) is None, "text is exact, and in time"
+    assert FixedLevel(2).instead_of_text(waiting) is None

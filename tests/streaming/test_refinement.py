@@ -163,10 +163,10 @@ def test_stalled_refinement_is_given_up_at_its_time(
     for _ in range(3):
         store.gate.release()  # the bases, and nothing more
     memory = Memory()
-    stream = start(scripted((0,) * 3, [Refinement(2, 1, 0, 0.5)]), memory, store=store)
     started = time.monotonic()
+    stream = start(scripted((0,) * 3, [Refinement(2, 1, 0, 0.5)]), memory, store=store)
     use(stream)
-    assert 0.3 < time.monotonic() - started < 5
+    assert 0.3 < time.monotonic() - started < 15  # the gate stays closed
     assert all(memory.levels(chunk) == {0} for chunk in range(3))
     stream.wait_transfers()  # which does not wait for the stalled one
     assert not stream.report()[-1].finished
@@ -188,13 +188,14 @@ def test_refinement_ends_with_the_segment_that_is_being_decoded(start: Any, scri
                 release.wait(20)
             return super().decode(chunk, level, layer, data)
 
-    memory, policy = Held(), scripted((0,) * 3, [Refinement(1, 1, 0, 1.0)])
-    policy.until_s = 1.0
+    # So late that it has begun by then on any machine.
+    memory, policy = Held(), scripted((0,) * 3, [Refinement(1, 1, 0, 3.0)])
+    policy.until_s = 3.0
     stream = start(policy, memory, workers=1)
     assert refining.wait(10)
     user = threading.Thread(target=use, args=(stream,))
     user.start()
-    time.sleep(1.1)
+    time.sleep(3.1)
     assert user.is_alive()  # what is being decoded is waited for
     release.set()
     user.join(10)
@@ -250,22 +251,25 @@ def test_state_tells_what_things_cost(start: Any, scripted: Any):
     rates = MachineRates()
     rates.prefill = PrefillCost(0.0, 0.25, 0.0)
     policy, memory = scripted((0, TEXT, 1), [Refinement(0, 1, 0, LATER)]), Memory(decode_s=0.02)
+    started = time.monotonic()
     stream = start(policy, memory, rates=rates)
     stream.costs.prompt_tokens = 10
+    while len(policy.states) < 3:
+        time.sleep(0.001)  # so that nobody has come to recompute the second by then
     use(stream)
+    longest_s = time.monotonic() - started
     first, second, third, refining, *_, last = policy.states
     assert first.recompute_s == [pytest.approx(2.0 * PASS_MARGIN)] * 3  # 8 tokens each
     assert first.decode_s == [[0.0, 0.0]] * 3
     assert second.throughputs_bytes_per_s
-    # Chunk 1 is queued, and nobody had come to recompute it when the third was chosen.
     assert third.compute_free_s >= third.elapsed_s + 1.5
     assert refining.tail_s >= 2.5
-    assert last.decode_s[0][0] == pytest.approx(4 * 0.02 / 2, rel=0.5)
+    assert 4 * 0.02 / 2 <= last.decode_s[0][0] < longest_s
     steps = stream.report()
     assert steps[0].predicted_transfer_s is None
     assert steps[2].predicted_transfer_s > 0
     assert steps[1].predicted_recompute_s == pytest.approx(2.0)
-    assert steps[0].decode_s == pytest.approx(4 * 0.02 / 2, rel=0.5)
+    assert 4 * 0.02 / 2 <= steps[0].decode_s < longest_s
 
 
 def test_second_stream_knows_the_link(start: Any, scripted: Any):
@@ -312,7 +316,8 @@ def test_chunk_that_does_not_arrive_at_all_is_recomputed_instead(
 
     class Patient(Policy):
         def choose(self, state: StreamState) -> int:
-            late = [chunk for chunk, _ in asked].count(state.next_chunk) == 3
+            late = state.next_chunk > 0
+            late &= [chunk for chunk, _ in asked].count(state.next_chunk) == 3
             asked.append((state.next_chunk, state.throughputs_bytes_per_s[-1:]))
             return TEXT if late else 0
 
@@ -320,7 +325,7 @@ def test_chunk_that_does_not_arrive_at_all_is_recomputed_instead(
     stream = start(Patient(), memory, store=store)
     started = time.monotonic()
     use(stream)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15  # the gate stays closed
     assert [memory.levels(chunk) for chunk in range(3)] == [{0}, {TEXT}, {TEXT}]
     steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
     assert steps == [(0, 0, True), (1, 0, False), (1, TEXT, True), (2, 0, False), (2, TEXT, True)]
@@ -341,6 +346,7 @@ def test_chunk_that_arrives_too_slowly_is_recomputed_instead(
     start: Any, made_up: Path, slow_store: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The policy takes a level, and sees after two segments that text would have been better."""
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.RECONSIDER_S", 60.0)
     monkeypatch.setattr("hf_cachegen.streaming.pipeline.Meter", SlowMeter)
     monkeypatch.setattr("hf_cachegen.streaming.receiving.AHEAD", 1)
     states: list[StreamState] = []
