@@ -101,7 +101,7 @@ class SegmentDecoders:
                 started = time.perf_counter()
                 done = self._decode(step.chunk, step.level, layer, data)
                 self._note_decoded(step, done, len(data), time.perf_counter() - started)
-            else:
+            elif data:  # of an empty one nothing is lost
                 self._steps.note_dropped(step)
         except CacheGenError as error:
             located = self._located(step.chunk, step.level, layer, error)

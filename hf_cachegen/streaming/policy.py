@@ -228,12 +228,16 @@ class Policy(ABC):
     def reconsider(self, state: StreamState, level: int) -> int | None:
         """What to do instead of fetching the rest of ``state.next_chunk`` at a level; None: go on.
 
-        Text, or a coarser level of which there is less left. The chunk's sizes are what would have
-        to be fetched at each level from now on.
+        Text, or a coarser level of which there is less left; of levels of which there is as little
+        left, the finest. The chunk's sizes are what would have to be fetched at each level from now
+        on.
         """
         choice, left_bytes = self.choose(state), state.sizes_bytes[state.next_chunk]
-        coarser = choice < level and left_bytes[choice] < left_bytes[level]
-        return choice if choice == TEXT or coarser else None
+        if choice == TEXT:
+            return TEXT
+        if choice >= level or left_bytes[choice] >= left_bytes[level]:
+            return None
+        return max(coarser for coarser in range(level) if left_bytes[coarser] <= left_bytes[choice])
 
     def instead_of_text(self, state: StreamState) -> int | None:
         """The level at which to fetch ``state.next_chunk``, which is to be text; None to leave it.

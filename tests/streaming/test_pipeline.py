@@ -393,3 +393,28 @@ def test_the_next_chunk_is_asked_for_before_this_one_has_come(made_up: Path) -> 
     stream.close()
     assert store.in_time == [True] * (N_CHUNKS - 1)
     assert store.asked == paths, "each is asked for once"
+
+
+def test_chunk_in_place_stays_so_when_empty_segments_come_too_late(
+    make_up: Any, segment: Any, slow_store: Any, threads_end: Any
+) -> None:
+    """The stream is closed before the decoder gets to them: nothing of the chunk is lost."""
+    release = threading.Event()
+
+    def first_alone(chunk: int, level: int, layer: int) -> bytes:
+        return segment(chunk, level, layer) if layer == 0 else b""
+
+    def decode(chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+        if layer == 1:
+            assert release.wait(20)
+        return range(N_LAYERS) if layer == 0 else ()
+
+    folder = make_up([LevelRecord(name="low", codec="raw", exact=False)], 1, first_alone)
+    artifact = Artifact.open(slow_store(folder))
+    stream = ChunkStream(artifact, FixedLevel(0), [ALL[0]], decode, workers=1)
+    stream.wait_layer(N_LAYERS - 1)
+    stream.close(wait=False)
+    release.set()
+    assert threads_end()
+    assert stream.sources() == ["low"]
+    assert [step.finished for step in stream.report()] == [True]
