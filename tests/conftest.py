@@ -27,6 +27,7 @@ from pathlib import Path  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import (  # noqa: E402
@@ -51,11 +52,20 @@ from hf_cachegen.codec.transform_tables import (  # noqa: E402
     layer_groups,
 )
 from hf_cachegen.layout import KVLayout  # noqa: E402
+from hf_cachegen.stores import client  # noqa: E402
 from hf_cachegen.stores.local import LocalStore  # noqa: E402
 from hf_cachegen.streaming.policy import Policy, Refinement, StreamState  # noqa: E402
 
 # On tensors this small, threads only wait for each other, the more so under pytest-xdist.
 torch.set_num_threads(1)
+
+# Without deadlines: kernels compile on first use, and a busy machine may stand still for a while.
+# The same examples every run.
+settings.register_profile("tests", deadline=None, derandomize=True)
+settings.load_profile("tests")
+
+ENDS_WITHIN_S = 60.0
+"""For what ends in no time, unless it never does or the machine is very busy."""
 
 SENTENCES = (
     "The tenant pays the rent on the first day of every month.",
@@ -63,6 +73,17 @@ SENTENCES = (
     "Either party may end the contract with three months of notice.",
     "The contract was signed in the presence of two witnesses.",
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> Iterator[None]:
+    """Servers of tests are on this machine: if one is silent for a moment, so is all of it.
+
+    Otherwise a client would ask once more, and what it asks for is what many tests are about.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "MIN_SILENCE_S", client.TIMEOUT_S)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -222,11 +243,11 @@ def _threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def threads_end() -> Callable[[], bool]:
-    """``threads_end()`` says whether all threads started in the test end within seconds."""
+    """``threads_end()`` says whether all threads started in the test end, and waits for it."""
     before = _threads()
 
     def threads_end() -> bool:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + ENDS_WITHIN_S
         while _threads() - before and time.monotonic() < deadline:
             time.sleep(0.01)
         return not _threads() - before
@@ -244,7 +265,7 @@ def kernel_links() -> Iterator[None]:
     before = set(socket.if_nameindex())
     yield
     left = set(socket.if_nameindex()) - before  # those of other workers go with their tests
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + ENDS_WITHIN_S
     while left & set(socket.if_nameindex()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left & set(socket.if_nameindex())

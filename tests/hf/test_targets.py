@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from hf_cachegen import CompressedStreamingCache, profile_model, save_cache
 from hf_cachegen.artifact import Artifact
 from hf_cachegen.bench.link import Busy, Fault, Gone, LinkServer, Stall, WrongByte, WrongRange
+from hf_cachegen.bench.loopback import Link
 from hf_cachegen.codec.transform_tables import TransformConfig
 from hf_cachegen.errors import StoreUnreachable
 from hf_cachegen.hf.calibration import calibrate, machine_rates
@@ -22,17 +24,15 @@ from hf_cachegen.hf.codecs import load_table
 from hf_cachegen.hf.policies import resolve_policy
 from hf_cachegen.stores import HttpStore, LocalStore
 from hf_cachegen.streaming.controller import FixedLevel
+from hf_cachegen.streaming.estimate import RateEstimate
 from hf_cachegen.streaming.pipeline import RECONSIDER_S
 from hf_cachegen.streaming.policy import TEXT, Refinement
 from hf_cachegen.streaming.rates import PrefillCost
 
 SUFFIX = torch.tensor([[7, 9, 11]])
 
-
-def over(server: LinkServer, published: Any, policy: str, target_s: float) -> Any:
-    return CompressedStreamingCache.from_pretrained(
-        server.url, model=published.model, policy=policy, ttft_target_s=target_s
-    )
+FAR_TOO_LONG_S = 30.0
+"""What is compared with it takes a few seconds on an idle machine."""
 
 
 @pytest.mark.parametrize("policy", ["robust", "layered", "paper"])
@@ -46,13 +46,14 @@ def test_generous_target_gives_the_exact_context(published: Any, policy: str) ->
 
 @pytest.mark.parametrize("policy", ["robust", "layered"])
 def test_link_that_is_too_slow_is_not_waited_for(llama: Any, policy: str) -> None:
-    """The coarsest level would take some 6 s. The model is so small that text takes none."""
-    with LinkServer(llama.folder, trace=[(0.0, 1e6), (0.1, 4e2)]) as server:
-        server.link.restart()
+    """The coarsest level would take some 60 s. The model is so small that text takes none."""
+    with LinkServer(llama.folder) as server, HttpStore(server.url) as store:
+        artifact = Artifact.open(store)
+        server.link = Link([(0.0, 40.0)])
         started = time.monotonic()
-        cache = over(server, llama, policy, 0.5)
+        cache = adapting(artifact, llama, policy, target_s=0.5)
         logits = llama.forward(cache, SUFFIX)
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < FAR_TOO_LONG_S
         cache.close()
     if all(step.level == TEXT for step in cache.stream_report() if step.finished):
         torch.testing.assert_close(logits, llama.forward(llama.native(), SUFFIX))
@@ -66,8 +67,7 @@ def test_link_that_stands_still_is_not_waited_for(
 
     All chunks are recomputed in the end, of which the policy has to believe that it takes long.
     """
-    slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
-    machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)
+    slow = slowly_computing(llama, token_s=0.08)
     with LinkServer(slow.folder) as server, HttpStore(server.url) as store:
         artifact = Artifact.open(store)
         opening = len(server.requests)
@@ -76,7 +76,7 @@ def test_link_that_stands_still_is_not_waited_for(
         started = time.monotonic()
         cache = CompressedStreamingCache(artifact, slow.model, chosen)
         logits = slow.forward(cache, SUFFIX)
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < FAR_TOO_LONG_S
         assert any(not step.finished and step.level != TEXT for step in cache.stream_report())
         assert cache.chunk_sources() == ["exact"] * 3
         torch.testing.assert_close(logits, slow.forward(slow.native(), SUFFIX))
@@ -137,6 +137,7 @@ def test_nested_levels_are_refined_by_what_they_add(
 def test_question_is_reckoned_with(llama: Any) -> None:
     calibrate(llama.model)
     cache = llama.load(None, policy="paper", ttft_target_s=9.0)
+    cache.wait()  # so that nothing else changes what is known
     costs = cache._stream.costs
     cache.inputs(input_ids=SUFFIX)
     short_s = costs.tail_s(0.0)
@@ -147,8 +148,8 @@ def test_question_is_reckoned_with(llama: Any) -> None:
 
 
 def test_question_teaches_what_the_next_one_will_take(llama: Any) -> None:
-    slow = dataclasses.replace(llama, model=copy.deepcopy(llama.model))
-    rates = calibrate(slow.model)
+    slow = slowly_computing(llama, token_s=1e-4)
+    rates = machine_rates(slow.model)
     slow.model.model.layers[0].register_forward_hook(lambda *_: time.sleep(0.5))
     cache = slow.load(None, policy="fixed:delta-1")
     before_s = rates.prefill_s(70, 200)
@@ -160,39 +161,52 @@ def test_question_teaches_what_the_next_one_will_take(llama: Any) -> None:
 
 
 def test_report_sets_what_happened_beside_what_was_expected(llama: Any) -> None:
-    calibrate(llama.model)
-    with LinkServer(llama.folder, rate_bytes_per_s=2e6) as server:
+    """Whatever happens: a busy machine may take longer than it knows of itself."""
+    slow = slowly_computing(llama, token_s=0.01)
+    rates = machine_rates(slow.model)
+    with LinkServer(slow.folder, rate_bytes_per_s=2e6) as server:
+        started = time.monotonic()
         for _ in range(2):
+            known = rates.link_bytes_per_s(urlsplit(server.url).netloc)
             cache = CompressedStreamingCache.from_pretrained(
-                server.url, model=llama.model, policy="fixed:delta-3"
+                server.url, model=slow.model, policy="fixed:delta-3"
             )
             cache.wait()
             cache.close()
-        text = CompressedStreamingCache.from_pretrained(
-            server.url, model=llama.model, policy="text"
-        )
+        text = CompressedStreamingCache.from_pretrained(server.url, model=slow.model, policy="text")
         text.wait()
+        longest_s = time.monotonic() - started
+    first, *_ = cache.stream_report()
+    expected_s = RateEstimate.from_throughputs(known).median_s(first.size_bytes)
+    assert first.predicted_transfer_s == pytest.approx(expected_s)
     for step in cache.stream_report():
-        assert step.predicted_transfer_s == pytest.approx(step.transfer_s, rel=1.0, abs=0.05)
-        assert step.predicted_decode_s is not None
-        assert step.decode_s is not None
+        assert 0 < step.transfer_s < longest_s
+        assert step.predicted_transfer_s > 0
+        assert step.predicted_decode_s > 0
+        assert 0 < step.decode_s < longest_s
         assert step.recompute_s is None
-    for step in text.stream_report():
-        assert step.predicted_recompute_s == pytest.approx(step.recompute_s, rel=2.0, abs=0.05)
+    for step, n_tokens in zip(text.stream_report(), (32, 32, 6), strict=True):
+        assert 0 < step.predicted_recompute_s <= n_tokens * 0.01
+        assert 0 < step.recompute_s < longest_s
         assert step.transfer_s is None
 
 
-def slowly_computing(published: Any) -> Any:
-    """The same with a model that is known to be slow, so that text is nothing to wish for."""
+def slowly_computing(published: Any, token_s: float = 1000.0) -> Any:
+    """The same with a model that is known to be slow.
+
+    By default text is nothing to wish for, for however long the link may stand still.
+    """
     slow = dataclasses.replace(published, model=copy.deepcopy(published.model))
-    machine_rates(slow.model).prefill = PrefillCost(0.0, 0.06, 0.0)
+    machine_rates(slow.model).prefill = PrefillCost(0.0, token_s, 0.0)
     return slow
 
 
-def adapting(artifact: Artifact, published: Any, policy: str) -> CompressedStreamingCache:
+def adapting(
+    artifact: Artifact, published: Any, policy: str, target_s: float | None = 3.0
+) -> CompressedStreamingCache:
     """A streamed cache with the table at hand."""
     table, _ = load_table(next((published.folder / "table").iterdir()))
-    target_s = None if policy.startswith("soonest") else 3.0
+    target_s = None if policy.startswith("soonest") else target_s
     chosen = resolve_policy(artifact.manifest.levels, policy=policy, ttft_target_s=target_s)
     return CompressedStreamingCache(artifact, published.model, chosen, table)
 

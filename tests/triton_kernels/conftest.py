@@ -24,7 +24,7 @@ from hf_cachegen.triton_kernels import delta, rans, transform
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the samples beside this file
 
-settings.register_profile("kernels", deadline=None, derandomize=True, max_examples=10)
+settings.register_profile("kernels", settings.get_profile("tests"), max_examples=10)
 settings.load_profile("kernels")
 
 KERNELS = {
