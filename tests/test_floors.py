@@ -156,7 +156,7 @@ def test_the_document_has_a_row_for_every_module_or_its_package() -> None:
         ("triton_kernels", "from hf_cachegen.container import build_chunk"),
         ("tables", "from hf_cachegen.levels import codec_for"),
         ("streaming.pipeline", "from transformers.cache_utils import Cache"),
-        ("bench.link", "from hf_cachegen.cli import main"),
+        ("bench.link", "from hf_cachegen.cli import app"),
         ("hf.cache", "import importlib\nimportlib.import_module('hf_cachegen.hf.hub')"),
         ("hf.cache", "from importlib import import_module\nimport_module('.hub', __package__)"),
         ("hf.cache", "NAMES = {'a': 'hf_cachegen.cli'}\n__import__(NAMES['a'])"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hf_cachegen.errors import StoreError
+from hf_cachegen.stores.writing import create
 
 _TEMPORARY_SUFFIX = ".tmp"
 
@@ -20,17 +22,20 @@ SCRATCH_PREFIX = ".new-"
 def write_file(path: Path, data: bytes) -> None:
     """Write a temporary file beside ``path``, flush it to the disk, and rename it.
 
+    Several may write the same file at once: the last one's bytes stay. A link at ``path`` is
+    replaced, not followed.
+
     Raises
     ------
     StoreError
         The file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}")
     try:
         try:
             _write_flushed(temporary, data)
             os.replace(temporary, path)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
@@ -130,7 +135,7 @@ def temporaries(folder: Path) -> Iterator[Path]:
 
 
 def _write_flushed(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with create(path) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

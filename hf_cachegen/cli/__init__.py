@@ -1,5 +1,5 @@
 """The command ``hf-cachegen``. Commands import torch and transformers only when they run."""
 
-from hf_cachegen.cli.app import app, main
+from hf_cachegen.cli.app import app
 
-__all__ = ["app", "main"]
+__all__ = ["app"]

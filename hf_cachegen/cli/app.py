@@ -100,8 +100,3 @@ for _command in (
 ):
     app.command(cls=ManyValuesCommand)(_command)
 app.add_typer(bench.app, name="bench")
-
-
-def main() -> None:
-    """Run the command line and exit."""
-    app()

@@ -22,6 +22,8 @@ _SPELLINGS = {
     "overwrite=True": "--overwrite",
     "tables='auto'": "--tables auto",
     "token=...": "--token ...",
+    "endpoint=...": "--endpoint",
+    "cache_dir=..., ": "",
 }
 """Advice in the library's messages is for Python; here it is for the shell."""
 

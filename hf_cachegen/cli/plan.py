@@ -18,6 +18,7 @@ from hf_cachegen.errors import TableMismatch
 
 if TYPE_CHECKING:
     from hf_cachegen.layout import DtypeName, KVLayout
+    from hf_cachegen.tables import ModelTable
 
 WARM_UP_TOKENS = 64
 
@@ -83,14 +84,16 @@ def plan(
         )
     if prefill_tokens_per_s is not None:
         prefill_s = context / prefill_tokens_per_s
-    from hf_cachegen.hf.codecs import bytes_to_fetch
+    from hf_cachegen.hf.codecs import load_counted_table
     from hf_cachegen.hf.estimate import estimate_layout, estimate_states_bytes, load_config
 
     named = None if dtype is options.Dtype.auto else cast("DtypeName", dtype.value)
     config = load_config(model)
     layout, states_bytes = estimate_layout(config, named), estimate_states_bytes(config, named)
-    table_bytes = None if table is None else bytes_to_fetch(table)
-    lossy = None if table is None else _noted_levels(table, layout)
+    lossy = table_bytes = None
+    if table is not None:
+        loaded, table_bytes = load_counted_table(table)
+        lossy = _noted_levels(loaded, table, layout)
     plan_for = functools.partial(
         plan_transfer,
         layout,
@@ -117,7 +120,9 @@ def plan(
         _print_plan(model, table, layout.dtype, found)
 
 
-def _noted_levels(location: str, layout: KVLayout) -> dict[str, dict[str, float]]:
+def _noted_levels(
+    table: ModelTable, location: str, layout: KVLayout
+) -> dict[str, dict[str, float]]:
     """Bits per value of a table's levels by codec and name.
 
     A table notes what its samples took at the levels of ``transform``. Of ``delta`` it notes
@@ -130,10 +135,8 @@ def _noted_levels(location: str, layout: KVLayout) -> dict[str, dict[str, float]
     """
     from hf_cachegen.codec.delta import DeltaConfig
     from hf_cachegen.codec.transform_tables import TransformTables
-    from hf_cachegen.hf.codecs import load_table
     from hf_cachegen.levels import lossy_levels
 
-    table, _ = load_table(location)
     if _sizes(table.record.layout) != _sizes(layout):
         raise TableMismatch(
             f"{location} is the table of {table.record.model_id}, which caches "

@@ -21,7 +21,7 @@ from hf_cachegen.levels import codec_for, table_codecs
 from hf_cachegen.stores import HubStore, LocalStore, Store, open_store
 from hf_cachegen.streaming.meter import Meter
 from hf_cachegen.tables import ModelTable, TableRecord
-from hf_cachegen.tables.download import download_table
+from hf_cachegen.tables.download import arrived_bytes, download_table, stream_table
 
 TableSource = ModelTable | str | os.PathLike[str]
 """A loaded table, or the folder, URL or Hub repository of one."""
@@ -43,15 +43,18 @@ def load_table(
         return table, store.repo_id if isinstance(store, HubStore) else EMBEDDED
 
 
-def bytes_to_fetch(source: str | os.PathLike[str], **hub_options: Any) -> dict[str, int]:
-    """By codec, the bytes of a table that this machine does not have yet."""
+def load_counted_table(
+    source: str | os.PathLike[str], **hub_options: Any
+) -> tuple[ModelTable, dict[str, int]]:
+    """As :func:`load_table`, with the bytes by codec that this machine did not have of it."""
     with open_store(source, **hub_options) as store:
         record = TableRecord.read(store)
-        return {
+        missing: dict[str, int] = {
             entry.codec: entry.arrays.size_bytes
             for entry in record.codecs
             if not (isinstance(store, LocalStore) or _is_kept(record.digests[entry.codec]))
         }
+        return _acquire(record, store), missing
 
 
 class LevelCodecs:
@@ -130,6 +133,20 @@ class LevelCodecs:
             with self._parts.watchers.joined_by(meter):
                 self[level]
 
+    def missing_bytes(self, level: int) -> int | None:
+        """What :meth:`prepare` would fetch for a level, besides the table's record.
+
+        0 if the level needs no table, or its part is at hand; else what is missing of the part:
+        what an interrupted fetch has left counts as there, and so does what another process is
+        fetching. None as long as the part's size is not known, since no request is made for it:
+        it is once the record was read, by the constructor if ``tables`` is a location, else when
+        the part is first prepared.
+        """
+        needed = table_codecs([self._levels[level]])
+        if self._parts is None or not needed:
+            return 0
+        return self._parts.missing_bytes(self._levels[level].codec)
+
     def table(self) -> ModelTable | None:
         """The artefact's table, all of its codecs; None if it has none."""
         return None if self._parts is None else self._parts.whole()
@@ -140,6 +157,7 @@ class _Watchers:
 
     def __init__(self) -> None:
         self._meters: list[Meter] = []
+        self._expected_bytes = 0
         self._left_bytes = 0
         self._lock = threading.Lock()
 
@@ -158,16 +176,24 @@ class _Watchers:
     def expect(self, size_bytes: int) -> None:
         """So much of a table is about to arrive."""
         with self._lock:
-            self._left_bytes = size_bytes
+            self._expected_bytes = self._left_bytes = size_bytes
             for meter in self._meters:
                 meter.expect_more(size_bytes)
 
     def progress(self, size_bytes: int) -> None:
         """Some of it has arrived, or was damaged if negative."""
         with self._lock:
-            self._left_bytes -= size_bytes
-            for meter in self._meters:
-                meter.progress(size_bytes)
+            self._progress(size_bytes)
+
+    def begin_again(self) -> None:
+        """What has arrived counts no more."""
+        with self._lock:
+            self._progress(self._left_bytes - self._expected_bytes)
+
+    def _progress(self, size_bytes: int) -> None:
+        self._left_bytes -= size_bytes
+        for meter in self._meters if size_bytes else ():
+            meter.progress(size_bytes)
 
 
 class _TableParts:
@@ -193,6 +219,7 @@ class _TableParts:
         self._source = source
         self._hub_options = hub_options
         self._found: dict[str, ModelTable] = {}
+        self._records: dict[str, TableRecord] = {}
         self._locks = {codec: threading.Lock() for codec in reference.codecs}
         self.watchers = _Watchers()
         if source is not None:
@@ -217,12 +244,23 @@ class _TableParts:
 
     def is_at_hand(self, codec: str) -> bool:
         """Whether this machine has the part of a codec."""
-        return (
+        digest = self._reference.codecs.get(codec)
+        return digest is not None and (
             codec in self._found
             or isinstance(self._source, ModelTable)
             or self._is_on_disk
-            or _is_kept(self._reference.codecs[codec])
+            or _is_kept(digest)
         )
+
+    def missing_bytes(self, codec: str) -> int | None:
+        """What is not here yet of the part of a codec; None if its size is not known."""
+        if self.is_at_hand(codec):
+            return 0
+        record = self._records.get(codec)
+        if record is None:
+            return None
+        here_bytes = arrived_bytes(record, _cache_folder(record.digests[codec]))
+        return _size_bytes(record) - here_bytes
 
     def whole(self) -> ModelTable:
         """All parts in one table."""
@@ -240,6 +278,7 @@ class _TableParts:
         self._check(record, self._reference.codecs, "the given table has")
 
     def _check(self, record: TableRecord, codecs: Collection[str], found: str) -> None:
+        """Check the digests of some codecs, and note what the record says of each."""
         digests = record.digests
         for codec in codecs:
             expected = self._reference.codecs[codec]
@@ -249,6 +288,7 @@ class _TableParts:
                     f"{codec} has the digest {expected}, {found} {digests.get(codec, 'none')}; "
                     "pass the original table, or none to use the one the cache names"
                 )
+            self._records[codec] = record.subset([codec])
 
     def _find(self, codec: str, is_wanted: Callable[[], bool]) -> ModelTable:
         if isinstance(self._source, ModelTable):
@@ -291,9 +331,12 @@ def _acquire(
     watchers: _Watchers | None = None,
 ) -> ModelTable:
     """The table of a record, of whose codecs the table cache has or gets each that it may keep."""
-    if isinstance(store, LocalStore) or is_of_one_cache(record):
+    if isinstance(store, LocalStore):
         return ModelTable.read(record, store, folder)
     watchers = watchers or _Watchers()
+    if is_of_one_cache(record):
+        watchers.expect(_size_bytes(record))
+        return stream_table(record, store, folder, progress=watchers.progress, is_wanted=is_wanted)
     parts = [
         _acquire_part(record.subset([codec]), store, folder, is_wanted, watchers)
         for codec in record.codec_names
@@ -316,9 +359,9 @@ def _acquire_part(
     kept = _kept(codec, digest)
     if kept is not None:
         return kept
-    # A table cache that cannot be written to costs time only.
+    watchers.expect(_size_bytes(record))
+    # A table cache that cannot be written to, or that somebody else holds, costs time only.
     with contextlib.suppress(OSError, ValueError):
-        watchers.expect(sum(entry.arrays.size_bytes for entry in record.codecs))
         return download_table(
             record,
             store,
@@ -327,7 +370,13 @@ def _acquire_part(
             progress=watchers.progress,
             is_wanted=is_wanted,
         )
-    return ModelTable.read(record, store, folder)
+    watchers.begin_again()
+    return stream_table(record, store, folder, progress=watchers.progress, is_wanted=is_wanted)
+
+
+def _size_bytes(record: TableRecord) -> int:
+    """What there is to fetch of a table, its record left out."""
+    return sum(entry.arrays.size_bytes for entry in record.codecs)
 
 
 def _kept(codec: str, digest: str) -> ModelTable | None:

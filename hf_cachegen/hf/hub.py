@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import RevisionNotFoundError
 
 from hf_cachegen.artifact import Artifact, Manifest
-from hf_cachegen.artifact.files import SCRATCH_PREFIX
+from hf_cachegen.artifact.files import SCRATCH_PREFIX, write_file
 from hf_cachegen.artifact.summary import stored_values, summarise_levels
 from hf_cachegen.artifact.writer import LOCK_NAME
 from hf_cachegen.config import DTYPE_BYTES
@@ -61,7 +61,7 @@ def push_artifact(
         manifest = Artifact.open(store).manifest
     api = HfApi(endpoint=endpoint, token=token)
     repo_id = prepare_repo(api, repo_id, private, None if create_pr else revision)
-    (Path(folder) / CARD_NAME).write_text(str(artifact_card(manifest, repo_id)), encoding="utf-8")
+    write_file(Path(folder) / CARD_NAME, str(artifact_card(manifest, repo_id)).encode())
     commit = api.upload_folder(
         repo_id=repo_id,
         folder_path=Path(folder),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
+from hf_cachegen.artifact.files import write_file
 from hf_cachegen.hf.hub import hub_id, prepare_repo
 from hf_cachegen.levels import lossy_levels
 from hf_cachegen.stores import LocalStore
@@ -47,7 +48,7 @@ def push_table(
         table = ModelTable.load(store)
     card = Path(folder) / CARD_NAME
     if not card.exists():
-        card.write_text(table_card(table), encoding="utf-8")
+        write_file(card, table_card(table).encode())
     api = HfApi(endpoint=endpoint, token=token)
     repo_id = prepare_repo(api, repo_id, private, revision)
     commit = api.upload_folder(

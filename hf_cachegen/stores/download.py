@@ -14,6 +14,7 @@ from typing import Any
 
 from hf_cachegen.errors import FormatError, StoreError
 from hf_cachegen.stores.base import Store, TruncatedError, intact
+from hf_cachegen.stores.writing import open_kept
 
 PART_SUFFIX = ".part"
 """Ends the names of files, and of folders of such files, that are not complete."""
@@ -53,12 +54,6 @@ def part_of(target: Path) -> Path:
     return target.with_name(f"{target.name}{PART_SUFFIX}")
 
 
-def remove_link(path: Path) -> None:
-    """Remove a symbolic link from a place to write to: what it points to is somebody else's."""
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-
-
 def download(
     store: Store,
     file: RemoteFile,
@@ -70,7 +65,7 @@ def download(
     """Copy a file of a store, unless it is there.
 
     Until it is complete and intact, its bytes are in :func:`part_of` the target, and the next call
-    goes on from there, in this process or another. A symbolic link there is not followed. Who
+    goes on from there, in this process or another. A link there is replaced, not followed. Who
     calls it for the same target at the same time costs the link more and does no harm.
 
     Parameters
@@ -101,6 +96,17 @@ def download(
     intact(functools.partial(_complete, store, file, target, progress, is_wanted))
 
 
+def wanted_pieces(
+    store: Store, path: str, offset: int, size: int, is_wanted: Callable[[], bool]
+) -> Generator[bytes, None, None]:
+    """As :meth:`Store.stream`; ends with a StoreError at the first piece that nobody wants."""
+    with contextlib.closing(store.stream(path, offset, size)) as pieces:
+        for piece in pieces:
+            yield piece
+            if not is_wanted():
+                raise StoreError(f"{path} in {store.location} is not wanted any more")
+
+
 def _complete(
     store: Store,
     file: RemoteFile,
@@ -110,7 +116,7 @@ def _complete(
 ) -> None:
     part = part_of(target)
     damage: FormatError | None = None
-    with _open_part(part) as out:
+    with open_kept(part) as out:
         try:
             _fill(out, store, file, progress, is_wanted)
         except FormatError as error:
@@ -125,18 +131,6 @@ def _complete(
     except FileNotFoundError:  # somebody else has completed it
         if not file.is_at(target):
             raise
-
-
-def _open_part(part: Path) -> BufferedRandom:
-    """Open a file for reading and writing, a new one unless there is a real file."""
-
-    def open_real(path: str, flags: int) -> int:
-        # Where the system knows the flag, no link can slip in after the look.
-        return os.open(path, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-    remove_link(part)
-    # Not in append mode: two that write the same bytes to the same places do no harm.
-    return open(part, "r+b", opener=open_real)
 
 
 def _fill(
@@ -168,13 +162,10 @@ def _missing_pieces(
 ) -> Generator[bytes, None, None]:
     """What lies behind a position; an error says how far it came, if the next attempt goes on."""
     try:
-        pieces = store.stream(file.path, position, file.size_bytes - position)
-        with contextlib.closing(pieces):
-            for piece in pieces:
-                position += len(piece)
-                yield piece
-                if not is_wanted():
-                    raise StoreError(f"{file.path} in {store.location} is not wanted any more")
+        missing_bytes = file.size_bytes - position
+        for piece in wanted_pieces(store, file.path, position, missing_bytes, is_wanted):
+            position += len(piece)
+            yield piece
     except TruncatedError as error:
         raise FormatError(f"{error}; nothing of it is kept") from error
     except StoreError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub import (
     HfApi,
+    constants,
     get_hf_file_metadata,
     hf_hub_url,
     is_offline_mode,
@@ -226,16 +227,28 @@ class HubStore(Store):
             raise StoreNotFound(f"{self.location} has no {what}") from error
         except HfHubHTTPError as error:
             raise StoreError(f"cannot read {what} of {self.location}: {_reason(error)}") from error
-        except (HTTPError, OSError) as error:
+        except (HTTPError, ConnectionError, TimeoutError) as error:
             raise self._unreachable(what, error) from error
+        except OSError as error:
+            if error.errno is None:  # the client's own, which says what to do
+                raise StoreError(f"cannot read {what} of {self.location}: {error}") from error
+            raise StoreError(
+                f"cannot keep {what} of {self.location} in the Hugging Face cache: {error}; make "
+                "room there, or choose another cache (cache_dir=..., HF_HOME)"
+            ) from error
 
     def _unreachable(self, what: str, error: Exception | None) -> StoreError:
         if self._offline or isinstance(error, OfflineModeIsEnabled):
-            reason = "offline mode is on and the cache lacks it"
+            reason = "offline mode is on and the cache lacks it;"
         else:
-            reason = f"the Hub cannot be reached and the cache lacks it ({error})"
+            cause = (error and error.__cause__) or error
+            reason = (
+                f"the Hub at {self._endpoint or constants.ENDPOINT} cannot be reached and the "
+                f"cache lacks it ({str(cause) or type(cause).__name__}); check the link and that "
+                "address (endpoint=..., HF_ENDPOINT), or else"
+            )
         return StoreError(
-            f"cannot read {what} of {self.location}: {reason}; run "
+            f"cannot read {what} of {self.location}: {reason} run "
             f"`hf-cachegen fetch {self.repo_id}` with a connection first"
         )
 

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from hf_cachegen.artifact.files import holds_files, replace_folder
+from hf_cachegen.artifact.files import holds_files, replace_folder, temporaries, write_file
 from hf_cachegen.codec.delta import DeltaTables
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, TableMismatch
@@ -211,7 +211,7 @@ class ModelTable:
             check_replaceable(target)
             replace_folder(target, files)
         if card is not None:
-            (target / CARD_NAME).write_text(card, encoding="utf-8")
+            write_file(target / CARD_NAME, card.encode())
         return target
 
     def files(self, codecs: Collection[str] | None = None) -> dict[str, bytes]:
@@ -225,7 +225,9 @@ def check_replaceable(folder: Path) -> None:
     """Raise ValueError if a folder holds other files than those of a table, intact or not."""
     if not folder.exists():
         return
-    if not folder.is_dir() or not all(_TABLE_FILE.fullmatch(p.name) for p in folder.iterdir()):
+    if not folder.is_dir() or not all(
+        _TABLE_FILE.fullmatch(path.name) for path in {*folder.iterdir()} - {*temporaries(folder)}
+    ):
         raise ValueError(f"expected a new folder or that of a table, {folder} holds other files")
 
 
@@ -241,16 +243,20 @@ def _to_bytes(arrays: Arrays) -> bytes:
     return payload
 
 
-def _read(store: Store, path: str, file: ArraysFile) -> bytes:
-    """The bytes of a file, checked against the record."""
-    payload = store.read(path, max_bytes=file.size_bytes)
+def check_payload(payload: bytes, file: ArraysFile, where: str) -> None:
+    """Raise FormatError unless these bytes, which come from a place, are those of a record."""
     found = ArraysFile.of(payload)
     if found != file:
         raise FormatError(
-            f"{path} in {store.location}: expected {file.size_bytes} bytes of digest "
-            f"{file.digest}, found {found.size_bytes} of {found.digest}; the file is damaged or "
-            "of another table"
+            f"{where}: expected {file.size_bytes} bytes of digest {file.digest}, found "
+            f"{found.size_bytes} of {found.digest}; the file is damaged or of another table"
         )
+
+
+def _read(store: Store, path: str, file: ArraysFile) -> bytes:
+    """The bytes of a file, checked against the record."""
+    payload = store.read(path, max_bytes=file.size_bytes)
+    check_payload(payload, file, f"{path} in {store.location}")
     return payload
 
 

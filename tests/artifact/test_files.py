@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_cachegen.artifact.files import check_writable, holds_files, replace_folder
+from hf_cachegen.artifact.files import (
+    check_writable,
+    holds_files,
+    replace_folder,
+    temporaries,
+    write_file,
+)
 from hf_cachegen.errors import StoreError
 
 
@@ -56,6 +64,59 @@ def test_folder_comes_back_if_the_new_one_cannot_take_its_place(
         replace_folder(target, {"a": b"2"})
     assert (target / "a").read_bytes() == b"1"
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_file_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "file"
+    for data in (b"one", b"two"):
+        write_file(place, data)
+        assert place.read_bytes() == data
+    for error in (OSError("the disk is full"), KeyboardInterrupt()):
+
+        def fail(*_: object, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises((StoreError, KeyboardInterrupt)):
+            write_file(place, b"three")
+        assert place.read_bytes() == b"two"
+        assert os.listdir(tmp_path) == ["file"]
+
+
+def test_file_replaces_a_link(tmp_path: Path) -> None:
+    elsewhere, place = tmp_path / "elsewhere", tmp_path / "file"
+    elsewhere.write_bytes(b"precious")
+    place.symlink_to(elsewhere)
+    write_file(place, b"mine")
+    assert not place.is_symlink()
+    assert (place.read_bytes(), elsewhere.read_bytes()) == (b"mine", b"precious")
+
+
+def test_those_who_write_a_file_at_once_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, both = tmp_path / "file", threading.Barrier(2, timeout=60)
+    fsync = os.fsync
+
+    def fsync_together(descriptor: int) -> None:
+        both.wait()  # the temporary files of both are there, and none has its name yet
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_together)
+    contents = [b"a" * 1000, b"b" * 10]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda data: write_file(place, data), contents))
+    assert place.read_bytes() in contents
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_temporaries_are_what_an_interrupted_write_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.tmp").write_text("mine")
+    monkeypatch.setattr(os, "replace", lambda *_: None)
+    write_file(tmp_path / "file", b"data")
+    assert [path.read_bytes() for path in temporaries(tmp_path)] == [b"data"]
 
 
 def test_folder_that_can_be_made_or_written_to(tmp_path: Path, monkeypatch: Any) -> None:

@@ -95,6 +95,10 @@ def free_port() -> int:
 def test_launched_killed_and_launched_again(run, tmp_path, corpus, tiny_model_folder, monkeypatch):
     out = tmp_path / "caches"
     arguments = (tiny_model_folder, *SETTINGS, "--into", out, "--text", *corpus)
+    # Nobody writes into this pipe, so that whoever reads it is not done before he is killed.
+    text = corpus[0].read_bytes()
+    corpus[0].unlink()
+    os.mkfifo(corpus[0])
     with launched("--num_processes", 2, "--main_process_port", 0, encode=arguments) as first:
         deadline = time.monotonic() + LAUNCH_S
         while not written_at(out) and first.poll() is None and time.monotonic() < deadline:
@@ -102,6 +106,8 @@ def test_launched_killed_and_launched_again(run, tmp_path, corpus, tiny_model_fo
         victim = next(worker for worker in workers(first) if "hf_cachegen" in worker.cmdline())
         victim.send_signal(signal.SIGKILL)
         assert first.wait(LAUNCH_S) != 0
+    corpus[0].unlink()
+    corpus[0].write_bytes(text)
     before = written_at(out)
     assert 0 < len(before) < N_DOCUMENTS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def test_fetch_goes_on_in_the_middle_of_any_file(run, refuse, encoded, tmp_path)
         with DyingServer(encoded, name) as server:
             message = refuse("fetch", server.url, "-o", out)
             assert "run the same command again" in message
-            assert f"of {size} bytes are kept" in message
+            kept = int(re.search(rf"(\d+) of {size} bytes are kept", message)[1])
             assert not (out / "cache.json").exists()
             assert not (out / name).exists()
             server.is_gone = False
@@ -67,8 +68,9 @@ def test_fetch_goes_on_in_the_middle_of_any_file(run, refuse, encoded, tmp_path)
             sent = sum(record.sent_bytes for record in server.requests if record.path == name)
             begun = [record.start for record in server.requests if record.path == name]
         assert files_of(out) == files_of(encoded)
-        assert sent == size
-        assert begun[-1] == size // 2
+        assert kept <= size // 2  # all of it, if the client was not too busy to take it
+        assert begun[-1] == kept
+        assert sent == size // 2 + size - kept
 
 
 def test_message_says_how_much_is_there(refuse, encoded, tmp_path):
@@ -106,15 +108,21 @@ def test_process_that_is_killed(run, encoded, tmp_path):
     out = tmp_path / "out"
     largest = max(data_files(encoded), key=lambda name: (encoded / name).stat().st_size)
     size = (encoded / largest).stat().st_size
-    with LinkServer(encoded, rate_bytes_per_s=size / 2) as server:
+
+    def arrived_bytes():
+        try:
+            return sum(path.stat().st_size for path in out.rglob("*.kv*"))
+        except FileNotFoundError:  # one was complete just now, and has another name
+            return 0
+
+    with LinkServer(encoded, rate_bytes_per_s=size / 4) as server:
         command = [sys.executable, "-m", "hf_cachegen", "fetch", server.url, "-o", str(out)]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-            while not sum(r.sent_bytes for r in server.requests if ".kv" in r.path) > size / 2:
+            while arrived_bytes() <= size / 4:
                 assert process.poll() is None
                 server.stopping.wait(0.02)
             process.kill()
-    arrived = sum(path.stat().st_size for path in out.rglob("*.kv*"))
-    assert arrived > size / 4
+    arrived = arrived_bytes()
     with LinkServer(encoded) as server:
         run("fetch", server.url, "-o", out)
         sent = sum(r.sent_bytes for r in server.requests if r.path.endswith(".kv"))

@@ -130,6 +130,41 @@ def test_an_interrupt_ends_with_130():
     assert done.stderr == b"hf-cachegen: interrupted\n"
 
 
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[1:] = ["info"]
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+runpy.run_path({command!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("module", ["hf_cachegen.cli", "typer", "numpy", "hf_cachegen.cli.app"])
+def test_an_interrupt_while_modules_are_imported_ends_with_130(module):
+    script = INTERRUPTED_IMPORT.format(module=module, command=str(COMMAND))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, b"", b"")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_an_interrupt_before_the_command_is_known_ends_with_130():
+    script = (
+        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import typer.main\n"
+        "typer.main.get_command = lambda app: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from hf_cachegen.__main__ import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, b"")
+
+
 def test_an_interrupt_is_told_after_the_bars(monkeypatch):
     def interrupted(*arguments):
         for _ in tqdm(range(2), "encode"):

@@ -280,6 +280,19 @@ def test_table_that_is_not_at_hand_is_counted_once(
     assert "name it with --table" in run(*arguments[:-1])
 
 
+@pytest.mark.parametrize("at_hand", [False, True])
+def test_table_is_opened_once(run, tables, tiny_model_folder, tmp_path, monkeypatch, at_hand):
+    monkeypatch.setattr(codecs, "HF_HOME", str(tmp_path))
+    arguments = ("plan", tiny_model_folder, "--context", 1000, "--link-gbps", 1, "--table")
+    with LinkServer(tables("transform", "delta")) as server:
+        for _ in range(1 + at_hand):
+            server.requests.clear()
+            run(*arguments, server.url)
+        asked = [record.path for record in server.requests if record.sent_bytes]
+    arrays = [] if at_hand else ["transform.safetensors", "delta.safetensors"]
+    assert sorted(asked) == sorted(["table.json", *arrays])
+
+
 def test_levels_whose_size_nobody_knows_are_left_out(run, tables, tiny_model_folder):
     arguments = ("plan", tiny_model_folder, "--context", 1000, "--link-gbps", 1, "--json")
     folder = tables("delta")

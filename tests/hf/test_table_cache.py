@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,14 @@ from typing import Any
 import filelock
 import pytest
 
-from hf_cachegen import CompressedStreamingCache, FormatError, ModelTable, StoreError, save_cache
+from hf_cachegen import (
+    CompressedStreamingCache,
+    FormatError,
+    ModelTable,
+    StoreError,
+    TableMismatch,
+    save_cache,
+)
 from hf_cachegen.artifact import EMBEDDED, Artifact, TableRef
 from hf_cachegen.bench.link import LinkServer
 from hf_cachegen.bench.local_hub import LocalHub
@@ -198,6 +206,7 @@ def test_sessions_that_are_too_short_for_the_table_get_it_together(
     hub: LocalHub,
     table_cache: Path,
     tmp_path: Path,
+    threads_end: Callable[[], bool],
     policy: str,
     location: str,
 ) -> None:
@@ -208,14 +217,17 @@ def test_sessions_that_are_too_short_for_the_table_get_it_together(
         llama.model, None, llama.ids, tmp_path / "a", tables=(large, location), progress=False
     )
     digest, size = large.record.digests["transform"], len(large.payloads[TRANSFORM])
-    with LinkServer(tmp_path / "a", rate_bytes_per_s=size / 3) as server:
-        hub.link = hub.storage.link = server.link
-        server.requests.clear()
-        hub.storage.requests.clear()
-        n_sessions = 0
+    part = table_cache / f"{digest}.part" / f"{TRANSFORM}.part"
+    there = []
+    with LinkServer(tmp_path / "a") as server:
         while digest not in entries(table_cache):
-            n_sessions += 1
-            assert n_sessions < 20
+            assert len(there) < 50
+            there.append(part.stat().st_size if part.exists() else 0)
+            # However busy the machine is, not even the first one gets all of it.
+            server.link = Link([(0.0, size / 2 if any(there) else size / 30)])
+            hub.link = hub.storage.link = server.link
+            server.requests.clear()
+            hub.storage.requests.clear()
             model = copy.deepcopy(llama.model)  # what its sessions have measured is forgotten
             machine_rates(model).prefill = PrefillCost(0.0, 0.02, 0.0)
             cache = CompressedStreamingCache.from_pretrained(
@@ -223,10 +235,11 @@ def test_sessions_that_are_too_short_for_the_table_get_it_together(
             )
             cache.wait()
             cache.close()
-        sent = [r.sent_bytes for r in (*server.requests, *hub.storage.requests) if r.stop == size]
-    assert n_sessions == len(sent) > 1
-    # What is on its way when a session ends is lost.
-    assert size <= sum(sent) <= size + n_sessions * 4096
+            assert threads_end()
+            requests = (*server.requests, *hub.storage.requests)
+            asked = [request.start for request in requests if request.stop == size]
+            assert asked in ([], there[-1:])
+    assert len(set(there)) > 1
     assert load(llama, tmp_path / "a", **options).record == large.record
 
 
@@ -234,19 +247,22 @@ def test_sessions_that_are_too_short_for_the_table_get_it_together(
 def test_a_table_on_its_way_is_no_link_that_stands_still(
     llama: Any, large: ModelTable, table_cache: Path, tmp_path: Path, policy: str
 ) -> None:
-    """It comes in far less time than the model takes, and in more than a stall may last."""
+    """It comes in far less time than the model takes, and in more than a stall may last.
+
+    The model takes so long that a machine which stands still for a while makes no difference.
+    """
     folder, size = tmp_path / "a", len(large.payloads[TRANSFORM])
     save_cache(llama.model, None, llama.ids, folder, tables=large, progress=False)
     model = copy.deepcopy(llama.model)
-    machine_rates(model).prefill = PrefillCost(0.0, 1.0, 0.0)
+    machine_rates(model).prefill = PrefillCost(0.0, 1000.0, 0.0)
     target = {} if policy.startswith("soonest") else {"ttft_target_s": 8.0}
     with LinkServer(folder, rate_bytes_per_s=size / (3 * RECONSIDER_S)) as server:
         cache = CompressedStreamingCache.from_pretrained(
             server.url, model=model, policy=policy, **target
         )
         cache.wait()
+        assert "exact" not in cache.chunk_sources()
         cache.close()
-    assert "exact" not in cache.chunk_sources()
     assert [path.name for path in table_cache.iterdir()] == [large.record.digests["transform"]]
 
 
@@ -256,8 +272,9 @@ def test_exact_levels_do_not_wait_for_a_table(
     levels = ["transform-0", "lossless"]
     folder = tmp_path / "a"
     save_cache(llama.model, None, llama.ids, folder, tables=large, levels=levels, progress=False)
-    with LinkServer(folder, rate_bytes_per_s=1e4) as server, HttpStore(server.url) as store:
+    with LinkServer(folder) as server, HttpStore(server.url) as store:
         manifest = Artifact.open(store).manifest
+        server.link = Link([(0.0, 2e3)])
         codecs = LevelCodecs(
             manifest.levels, manifest.identity.layout, manifest.identity.table, store
         )
@@ -279,7 +296,7 @@ def test_local_artefact_ends_the_download_of_its_table_with_its_stream(
     push_table(large.save(tmp_path / "table"), "me/table", **options)
     folder = tmp_path / "a"
     save_cache(llama.model, None, llama.ids, folder, tables=(large, "me/table"), progress=False)
-    hub.storage.link = Link([(0.0, 1e4)])
+    hub.storage.link = Link([(0.0, 3e3)])
     cache = CompressedStreamingCache.from_pretrained(
         folder, model=llama.model, level="coarsest", **options
     )
@@ -287,10 +304,160 @@ def test_local_artefact_ends_the_download_of_its_table_with_its_stream(
     part = table_cache / f"{digest}.part" / f"{TRANSFORM}.part"
     while not (part.exists() and part.stat().st_size):
         time.sleep(0.01)
-    started = time.monotonic()
     cache.close()
-    assert time.monotonic() - started < 2
     assert 0 < part.stat().st_size < len(large.payloads[TRANSFORM])
     hub.storage.link = Link(None)
     assert load(llama, folder, **options).record == large.record
     assert entries(table_cache) == {digest}
+
+
+class RecordingMeter(Meter):
+    """A meter that notes what it is told of, in ``arrivals``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: list[int] = []
+
+    def received(self, size_bytes: int) -> None:
+        super().received(size_bytes)
+        self.arrivals.append(size_bytes)
+
+
+def codecs_of(store: HttpStore, **options: Any) -> LevelCodecs:
+    manifest = Artifact.open(store).manifest
+    identity = manifest.identity
+    return LevelCodecs(manifest.levels, identity.layout, identity.table, store, **options)
+
+
+@pytest.fixture
+def large_server(llama: Any, large: ModelTable, tmp_path: Path) -> Iterator[LinkServer]:
+    """An artefact with the large table, over HTTP; pieces of it are small."""
+    folder, levels = tmp_path / "a", ["transform-0", "lossless"]
+    save_cache(llama.model, None, llama.ids, folder, tables=large, levels=levels, progress=False)
+    with LinkServer(folder, rate_bytes_per_s=5 * len(large.payloads[TRANSFORM])) as server:
+        yield server
+
+
+@pytest.mark.parametrize("way", ["kept", "held by another", "nowhere to keep it", "of one cache"])
+def test_meter_learns_of_a_table_however_it_comes(
+    large: ModelTable,
+    large_server: LinkServer,
+    table_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    size, (digest,) = len(large.payloads[TRANSFORM]), large.record.digests.values()
+    monkeypatch.setattr(download, "LOCK_WAIT_S", 0.5)
+    meter = RecordingMeter()
+    with HttpStore(large_server.url) as store, contextlib.ExitStack() as stack:
+        codecs = codecs_of(store)
+        if way == "nowhere to keep it":
+            table_cache.parent.mkdir(parents=True)
+            table_cache.write_text("a file where the folder should be")
+        elif way == "of one cache":
+            monkeypatch.setattr("hf_cachegen.hf.codecs.is_of_one_cache", lambda record: True)
+        elif way == "held by another":
+            held = part_of(table_cache / digest)
+            held.mkdir(parents=True)
+            part_of(held / TRANSFORM).write_bytes(large.payloads[TRANSFORM][: size // 2])
+            stack.enter_context(filelock.FileLock(held / download.LOCK_NAME))
+        codecs.prepare(0, meter)
+    assert (sum(meter.arrivals), meter.left_bytes) == (size, 0)
+    assert 0 not in meter.arrivals
+    if way == "held by another":  # who then gives up waiting, and begins at the first byte
+        assert meter.arrivals[:2] == [size // 2, -(size // 2)]
+        meter.arrivals[:2] = []
+    assert len(meter.arrivals) > 2
+    assert all(0 < n_bytes < size for n_bytes in meter.arrivals)
+
+
+def test_meter_sees_what_another_process_fetches(
+    large: ModelTable,
+    large_server: LinkServer,
+    table_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(download, "LOCK_WAIT_S", 600.0)
+    payload, (digest,) = large.payloads[TRANSFORM], large.record.digests.values()
+    held = part_of(table_cache / digest)
+    held.mkdir(parents=True)
+    meter = RecordingMeter()
+    with HttpStore(large_server.url) as store, ThreadPoolExecutor(1) as pool:
+        codecs = codecs_of(store)
+        with filelock.FileLock(held / download.LOCK_NAME):
+            prepared = pool.submit(codecs.prepare, 0, meter)
+            for size in (1, len(payload) // 2, len(payload) - 1):
+                part_of(held / TRANSFORM).write_bytes(payload[:size])
+                while meter.size_bytes != size and not prepared.done():
+                    time.sleep(0.01)
+                assert not prepared.done()
+                assert meter.left_bytes == len(payload) - size
+        prepared.result(timeout=60)
+        asked = [record.start for record in large_server.requests if TRANSFORM in record.path]
+    assert asked == [len(payload) - 1]
+    assert sum(meter.arrivals) == len(payload)
+
+
+def test_what_is_missing_is_known_without_a_request(
+    llama: Any, large: ModelTable, large_server: LinkServer, table_cache: Path, tmp_path: Path
+) -> None:
+    size, (digest,) = len(large.payloads[TRANSFORM]), large.record.digests.values()
+    large.save(tmp_path / "table")
+    with LinkServer(tmp_path / "table") as tables, HttpStore(large_server.url) as store:
+        unknown, known = codecs_of(store), codecs_of(store, tables=tables.url)
+        given = codecs_of(store, tables=large)
+        for server in (large_server, tables):
+            server.requests.clear()
+        assert [unknown.missing_bytes(level) for level in (0, 1)] == [None, 0]
+        assert [known.missing_bytes(level) for level in (0, 1)] == [size, 0]
+        assert [given.missing_bytes(level) for level in (0, 1)] == [0, 0]
+        part = part_of(part_of(table_cache / digest) / TRANSFORM)
+        part.parent.mkdir(parents=True)
+        for here in (0, 1000, size, size + 1):
+            part.write_bytes(large.payloads[TRANSFORM][:here] + b"#" * (here > size))
+            assert known.missing_bytes(0) == max(size - here, 0)
+        assert unknown.missing_bytes(0) is None
+        part.write_bytes(large.payloads[TRANSFORM][:1000])
+        assert not large_server.requests
+        assert not tables.requests
+        meter = RecordingMeter()
+        unknown.prepare(0, meter)
+        assert sum(meter.arrivals) == size
+        assert sum(meter.arrivals[1:]) == size - 1000  # what had been said to be missing
+        assert [codecs.missing_bytes(0) for codecs in (unknown, known)] == [0, 0]
+    local = Artifact.open(LocalStore(tmp_path / "a"))
+    identity = local.manifest.identity
+    codecs = LevelCodecs(local.manifest.levels, identity.layout, identity.table, local.store)
+    assert codecs.missing_bytes(0) == 0
+    none = LevelCodecs(local.manifest.levels[1:], identity.layout, None, local.store)
+    assert none.missing_bytes(0) == 0
+
+
+def test_what_is_missing_is_known_once_a_fetch_has_begun(
+    large: ModelTable, large_server: LinkServer, table_cache: Path
+) -> None:
+    size, (digest,) = len(large.payloads[TRANSFORM]), large.record.digests.values()
+    part = part_of(part_of(table_cache / digest) / TRANSFORM)
+    with HttpStore(large_server.url) as store, ThreadPoolExecutor(1) as pool:
+        codecs = codecs_of(store)
+        large_server.link = Link([(0.0, 3e3)])
+        fetching = pool.submit(codecs.prepare, 0, Meter())
+        while not (part.exists() and part.stat().st_size) and not fetching.done():
+            time.sleep(0.01)
+        store.close()
+        with pytest.raises(StoreError):
+            fetching.result(timeout=60)
+        assert codecs.missing_bytes(0) == size - part.stat().st_size
+        assert 0 < part.stat().st_size < size
+
+
+def test_level_without_a_table_is_refused_by_who_prepares_it(
+    table: ModelTable, server: LinkServer
+) -> None:
+    levels = lossy_levels(table, "transform")
+    reference = TableRef(name="t", codecs={"delta": "12" * 16}, location=EMBEDDED)
+    with HttpStore(f"{server.url}/a") as store:
+        codecs = LevelCodecs(levels, table.record.layout, reference, store)
+        assert codecs.missing_bytes(0) is None
+        with pytest.raises(TableMismatch, match="names a table for delta only"):
+            codecs.prepare(0, Meter())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import filelock
 import pytest
 
 from hf_cachegen.bench.link import LinkServer
+from hf_cachegen.bench.loopback import Link
 from hf_cachegen.codec.transform_tables import TransformTables
 from hf_cachegen.errors import FormatError, StoreError
 from hf_cachegen.layout import KVLayout, LayerSpec, TensorSpec
@@ -23,7 +24,7 @@ from hf_cachegen.stores import HttpStore, LocalStore
 from hf_cachegen.stores.download import part_of
 from hf_cachegen.tables import RECORD_NAME, ModelTable, TableRecord
 from hf_cachegen.tables import download as tables_download
-from hf_cachegen.tables.download import LOCK_NAME, LOCK_POLL_S, download_table
+from hf_cachegen.tables.download import LOCK_NAME, arrived_bytes, download_table, stream_table
 
 TENSORS = tuple(TensorSpec(name=name, heads=4, dim=32) for name in ("keys", "values"))
 LAYOUT = KVLayout(
@@ -175,20 +176,158 @@ def test_who_waits_for_another_may_give_up(table: ModelTable, folder: Path, targ
     check_alone(target, table)
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("end", ["stops", "completes", "was wrong"])
+def test_who_waits_for_another_sees_what_arrives(
+    table: ModelTable,
+    folder: Path,
+    target: Path,
+    recording_store: type,
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+) -> None:
+    """And is told of each byte once, whatever the other one leaves."""
+    monkeypatch.setattr(tables_download, "LOCK_WAIT_S", 600.0)
+    payload = table.payloads[TRANSFORM]
+    part = part_of(part_of(target) / TRANSFORM)
+    part.parent.mkdir(parents=True)
+    seen: list[int] = []
+    store = recording_store(folder)
+    with ThreadPoolExecutor(1) as pool:
+        with filelock.FileLock(part.parent / LOCK_NAME):
+            waiting = pool.submit(
+                download_table, table.record, store, "", target, progress=seen.append
+            )
+            for size in (1000, 1001, len(payload) // 2, len(payload) - 1):
+                part.write_bytes(payload[:size])
+                wait_for(lambda size=size: sum(seen) == size)
+            assert not waiting.done()
+            if end == "completes":
+                table.save(target)
+                part.unlink()
+            elif end == "was wrong":
+                part.write_bytes(b"x" * (len(payload) - 1))
+        assert waiting.result(timeout=60).payloads == table.payloads
+    assert sum(seen) == len(payload)
+    assert 0 not in seen
+    assert len(store.paths) == (0 if end == "completes" else 1 + (end == "was wrong"))
+    check_alone(target, table)
+
+
+def test_remains_that_are_too_long_count_as_what_they_can_be(
+    table: ModelTable, target: Path
+) -> None:
+    part = part_of(part_of(target) / TRANSFORM)
+    assert arrived_bytes(table.record, target) == 0
+    part.parent.mkdir(parents=True)
+    size = len(table.payloads[TRANSFORM])
+    for n_bytes in (0, 7, size, size + 1):
+        part.write_bytes(b"x" * n_bytes)
+        assert arrived_bytes(table.record, target) == min(n_bytes, size)
+    part.rename(part.with_suffix(""))  # of a table of several files, this one is complete
+    assert arrived_bytes(table.record, target) == size
+
+
+class DamagingStore(LocalStore):
+    """Sends small pieces; of the first files, damaged ones."""
+
+    def __init__(self, folder: Path, damage: int) -> None:
+        super().__init__(folder)
+        self._damage = damage
+
+    def _pieces(
+        self, path: str, offset: int, size: int | None, max_bytes: int
+    ) -> Generator[bytes, None, None]:
+        data = b"".join(super()._pieces(path, offset, size, max_bytes))
+        if self._damage:
+            self._damage -= 1
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        for start in range(0, len(data), 50_000):
+            yield data[start : start + 50_000]
+
+
+@pytest.mark.parametrize("damage", [0, 1, 2])
+def test_table_that_is_not_kept_tells_as_it_arrives(
+    table: ModelTable, folder: Path, damage: int
+) -> None:
+    seen: list[int] = []
+
+    def read() -> ModelTable:
+        store = DamagingStore(folder, damage)
+        return stream_table(table.record, store, "", progress=seen.append, is_wanted=lambda: True)
+
+    size = len(table.payloads[TRANSFORM])
+    if damage < 2:
+        assert read().payloads == table.payloads
+    else:
+        with pytest.raises(FormatError, match=f"{TRANSFORM} in {folder}.*damaged"):
+            read()
+    assert sum(seen) == (size if damage < 2 else 0)
+    assert max(seen) == 50_000
+    assert seen.count(-size) == damage
+
+
+def test_table_that_is_not_kept_ends_when_nobody_wants_it(table: ModelTable, folder: Path) -> None:
+    seen: list[int] = []
+    with pytest.raises(StoreError, match="not wanted any more"):
+        stream_table(
+            table.record,
+            DamagingStore(folder, 0),
+            "",
+            progress=seen.append,
+            is_wanted=lambda: len(seen) < 3,
+        )
+    assert len(seen) == 3
+
+
+class HeldLink(Link):
+    """A link that carries so many bytes, and more once ``go`` is set."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(None)
+        self.go = threading.Event()
+        self._left_bytes = size_bytes
+
+    def book(self, size_bytes: int, ongoing: bool) -> float:
+        self._left_bytes -= size_bytes
+        if self._left_bytes < 0:
+            self.go.wait()
+        return super().book(size_bytes, ongoing)
+
+
 @pytest.fixture
-def fetching(folder: Path, target: Path, table: ModelTable) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has a quarter of the table and needs seconds for the rest."""
+def link(table: ModelTable) -> HeldLink:
+    """Half of the table goes through at once."""
+    return HeldLink(len(table.payloads[TRANSFORM]) // 2)
+
+
+@pytest.fixture
+def fetching(
+    folder: Path, target: Path, table: ModelTable, link: HeldLink
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has a quarter of the table and more, and waits for the rest."""
     size = len(table.payloads[TRANSFORM])
     part = part_of(part_of(target) / TRANSFORM)
-    with LinkServer(folder, rate_bytes_per_s=size / 4) as server:
+    server = LinkServer(folder)
+    server.link = link
+    with server:
         command = [sys.executable, "-c", FETCH, server.url, str(target)]
         with subprocess.Popen(command) as process:
-            deadline = time.monotonic() + 60
-            while not (part.exists() and part.stat().st_size > size / 4):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            yield process
-            process.kill()
+            try:
+                deadline = time.monotonic() + 60
+                while not (part.exists() and part.stat().st_size > size / 4):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                yield process
+            finally:
+                link.go.set()
+                process.kill()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
@@ -197,16 +336,16 @@ def test_process_that_is_stopped_keeps_nobody_for_long(
     folder: Path,
     target: Path,
     fetching: subprocess.Popen[bytes],
+    link: HeldLink,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tables_download, "LOCK_WAIT_S", 0.2)
     fetching.send_signal(signal.SIGSTOP)
-    started = time.monotonic()
     with pytest.raises(TimeoutError, match=f"{part_of(target)}.*another process"):
         fetch(folder, target)
-    assert time.monotonic() - started < 0.2 + 4 * LOCK_POLL_S
     assert not target.exists()
     fetching.send_signal(signal.SIGCONT)
+    link.go.set()
     assert fetching.wait(60) == 0
     check_alone(target, table)
 
