@@ -70,9 +70,13 @@ class Ledger:
         """Whether more of what a step brings is of use: to fetch it, or to decode it."""
         return not self.ended and not (step.refinement and not self._may_refine())
 
-    def share_in_flight(self, chunk: int) -> float:
-        """Share of a chunk's segments that are handed over and not yet decoded."""
-        return self._segments[chunk] / max(len(self._layers[chunk]), 1)
+    def share_to_decode(self, chunk: int) -> float:
+        """Share of a chunk's layers whose segments are to be decoded, whether they are here or not.
+
+        Of a chunk that is refined, those that are here.
+        """
+        to_decode = len(self._missing[chunk]) or self._segments[chunk]
+        return to_decode / max(len(self._layers[chunk]), 1)
 
     def recompute_backlog_s(self) -> float:
         """Predicted seconds of the recomputations that are queued and not yet done."""

@@ -6,6 +6,7 @@ import bisect
 import threading
 import time
 from operator import itemgetter
+from typing import NamedTuple
 
 MIN_SAMPLE_BYTES = 1 << 16
 """A part of a transfer tells the link's rate if it is not smaller than that."""
@@ -22,11 +23,34 @@ def comes_late(waited_s: float, left_s: float, expected_s: float) -> bool:
     return waited_s + left_s > LATE_RATIO * expected_s
 
 
+class LinkCount:
+    """The bytes that have come over a link, by all transfers that share it."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, size_bytes: int) -> int:
+        """Count some more, from any thread; returns how many it are in all."""
+        with self._lock:
+            self.size_bytes += size_bytes
+            return self.size_bytes
+
+
+class _Mark(NamedTuple):
+    """A moment of a transfer: what has arrived of it, and over its link, and the seconds since."""
+
+    size_bytes: int
+    link_bytes: int
+    seconds: float
+
+
 class Meter:
     """Measures a link while a transfer runs, from the construction or the last restart on.
 
     One thread receives, others may ask. Time in which the receiver does not wait for bytes says
-    nothing about the link: they wait in buffers on both sides and then come at once.
+    nothing about the link: they wait in buffers on both sides and then come at once. What others
+    receive over the link at the same time counts for its rate.
 
     Parameters
     ----------
@@ -34,6 +58,8 @@ class Meter:
         What is expected to arrive.
     patience_s
         How long nothing may come at first: a server's answer takes its time.
+    link
+        What counts the bytes of all transfers; by default there are no others.
 
     Attributes
     ----------
@@ -45,10 +71,13 @@ class Meter:
         Whether nobody wants what has not arrived yet.
     """
 
-    def __init__(self, expected_bytes: int = 0, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, expected_bytes: int = 0, patience_s: float = 0.0, link: LinkCount | None = None
+    ) -> None:
         self._lock = threading.Lock()
         self._patience_s = max(patience_s, RECENT_S)
-        self._held_up: tuple[int, float] | None = None
+        self._link = link or LinkCount()
+        self._held_up: _Mark | None = None
         self.is_given_up = False
         self.restart(expected_bytes)
 
@@ -61,22 +90,30 @@ class Meter:
             self._expected_bytes = expected_bytes
             self.size_bytes = 0
             self.latency_s: float | None = None
-            self._first_bytes = 0
             self._started_s = time.monotonic()
             self._waits_since: float | None = self._started_s
             self._waited_s = 0.0
-            self._arrivals = [(0.0, 0)]  # (seconds waited until then, bytes)
+            self._turn_s = self._turn_waited_s = 0.0
+            self._first = self._last = _Mark(0, self._link.size_bytes, 0.0)
+            self._arrivals = [(0.0, self._link.size_bytes)]  # (seconds waited until then, bytes)
+
+    def take_turn(self) -> None:
+        """Note that the transfers that were asked for before have ended."""
+        with self._lock:
+            now_s = time.monotonic()
+            self._turn_s = now_s - self._started_s
+            self._turn_waited_s = self._waited_until(now_s)
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._started_s
+        """Since its turn: since the start unless others were before it."""
+        return time.monotonic() - self._started_s - self._turn_s
 
     @property
     def waited_s(self) -> float:
         """Of them, those in which the receiver waited for bytes."""
         with self._lock:
-            return self._waited_until(time.monotonic())
+            return self._waited_until(time.monotonic()) - self._turn_waited_s
 
     @property
     def left_bytes(self) -> int:
@@ -108,9 +145,11 @@ class Meter:
             self._waited_s = self._waited_until(now_s)
             self._waits_since = None
             self.size_bytes += size_bytes
+            seconds, link_bytes = now_s - self._started_s, self._link.add(size_bytes)
+            self._last = _Mark(self.size_bytes, link_bytes, seconds)
             if self.latency_s is None:
-                self.latency_s, self._first_bytes = now_s - self._started_s, size_bytes
-            self._arrivals.append((self._waited_s, self.size_bytes))
+                self.latency_s, self._first = seconds, self._last
+            self._arrivals.append((self._waited_s, link_bytes))
 
     def progress(self, size_bytes: int) -> None:
         """Note that bytes have come, and that the receiver waits for more."""
@@ -124,24 +163,24 @@ class Meter:
 
     def hold_up(self) -> None:
         """Note that the transfer waits for something else than the link from now on."""
-        self._held_up = self._held_up or (self.size_bytes, self.seconds)
+        self._held_up = self._held_up or self._until_now()
 
     @property
     def outweighs_latency(self) -> bool:
         """Whether enough has come after the first bytes to tell the rate without their latency."""
-        return self._measured()[0] - self._first_bytes >= MIN_SAMPLE_BYTES
+        return self._measured().link_bytes - self._first.link_bytes >= MIN_SAMPLE_BYTES
 
     def bytes_per_s(self) -> float | None:
         """The link's rate over all of the transfer until it was held up; None if that is too short.
 
         Unless what came after the first bytes outweighs their latency, it is less than the link's.
         """
-        size, seconds = self._measured()
-        if self.latency_s is None or (self._held_up and size < MIN_SAMPLE_BYTES):
+        end = self._measured()
+        if self.latency_s is None or (self._held_up and end.size_bytes < MIN_SAMPLE_BYTES):
             return None
-        if self.outweighs_latency:
-            size, seconds = size - self._first_bytes, seconds - self.latency_s
-        return size / max(seconds, 1e-9)
+        if not self.outweighs_latency:
+            return end.size_bytes / max(end.seconds, 1e-9)
+        return (end.link_bytes - self._first.link_bytes) / max(end.seconds - self.latency_s, 1e-9)
 
     def recent_bytes_per_s(self) -> float | None:
         """The link's present rate; None if the receiver has not waited for long enough to tell.
@@ -153,18 +192,22 @@ class Meter:
         with self._lock:
             waited_s = self._waited_until(time.monotonic())
             if self.latency_s is None:
-                return None if waited_s < self._patience_s else 0.0
+                return None if waited_s - self._turn_waited_s < self._patience_s else 0.0
             since_first_s = waited_s - self._arrivals[1][0]
             if since_first_s < RECENT_S:
                 return None
             window_s = max(RECENT_S, since_first_s / 2)
             before = bisect.bisect_right(self._arrivals, waited_s - window_s, key=itemgetter(0))
-            arrived_bytes = self.size_bytes - self._arrivals[before - 1][1]
-            return max(arrived_bytes, 0) / window_s  # what was damaged counts no more
+            since_s, since_bytes = self._arrivals[before - 1]
+            arrived_bytes = self._link.size_bytes - since_bytes
+            return max(arrived_bytes, 0) / (waited_s - since_s)  # what was damaged counts no more
 
-    def _measured(self) -> tuple[int, float]:
-        """Bytes and seconds before the transfer was held up."""
-        return self._held_up or (self.size_bytes, self.seconds)
+    def _measured(self) -> _Mark:
+        """The end of what tells the rate: nobody waits after a hold-up, or the last byte."""
+        return self._held_up or (self._until_now() if self.left_bytes else self._last)
+
+    def _until_now(self) -> _Mark:
+        return _Mark(self.size_bytes, self._link.size_bytes, time.monotonic() - self._started_s)
 
     def _waited_until(self, now_s: float) -> float:
         return self._waited_s + (0.0 if self._waits_since is None else now_s - self._waits_since)

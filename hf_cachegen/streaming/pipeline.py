@@ -16,7 +16,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from hf_cachegen.errors import FormatError, StoreError, StoreUnreachable
 from hf_cachegen.streaming.costs import StreamCosts
 from hf_cachegen.streaming.decoding import DecodeSegment, DecodeSegments, SegmentDecoders
 from hf_cachegen.streaming.ledger import Ledger
-from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, Meter, comes_late
+from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, LinkCount, Meter, comes_late
 from hf_cachegen.streaming.policy import TEXT, Policy
 from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.receiving import Receiving
@@ -43,6 +44,10 @@ codec with a segment a layer, a decoder finds as many of one layer."""
 
 RECONSIDER_S = 0.5
 """How often a policy is asked again about a chunk of which nothing arrives."""
+
+REQUESTS_AHEAD = 5
+"""How many chunks may be asked for while another one arrives, where answers take their time: more
+connections than that, with its own, no browser opens to a server either."""
 
 LATENCIES = 4.0
 """A link stands still if it is silent for so many times as long as the server's latest answers."""
@@ -117,7 +122,9 @@ class ChunkStream:
         self._states: Future[bytes] = Future()
         self._steps = StepLog()
         self._reader = SegmentReader(artifact, keep=self._refines)
-        self._ahead: list[_Transfer | None] = []  # of the next chunk, if it was chosen ahead
+        self._ahead: deque[_Transfer | None] = deque()  # of the next chunks that are chosen
+        self._link = LinkCount()
+        self._latency_s = math.inf  # of the fastest answer: others had to share the link
         self._ledger = Ledger(
             layers,
             # Half a chunk's worth, for which a slow decoder holds up the link. More would show
@@ -237,7 +244,7 @@ class ChunkStream:
 
     def _take(self, chunk: int) -> None:
         """Have a chunk brought, or else recomputed."""
-        transfer = self._ahead.pop() if self._ahead else self._ask(chunk)
+        transfer = self._ahead.popleft() if self._ahead else self._ask(chunk)
         while transfer is not None:
             if self._arrives(transfer) or self._ledger.ended:
                 return
@@ -300,20 +307,20 @@ class ChunkStream:
 
     def _refine(self) -> None:
         while not self._ledger.ended and not self._link_gone:
-            ahead = self._ahead.pop() if self._ahead else None
+            ahead = self._ahead.popleft() if self._ahead else None
             transfer = ahead or self._ask_to_refine()
             if transfer is None or not self._improves(transfer):
                 return
 
     def _ask_to_refine(
-        self, link_free_in_s: float = 0.0, seen: Sequence[float] = (), *, busy_chunk: int = -1
+        self, link_free_in_s: float = 0.0, seen: Sequence[float] = (), busy: Collection[int] = ()
     ) -> _Transfer | None:
         """Choose what to refine and ask for it, unless it is nothing or a chunk that is arriving.
 
         What that one lacks will be known when it has come.
         """
         wanted = self._policy.refine(self._now.state(self._policy, link_free_in_s, seen))
-        if wanted is None or wanted.chunk == busy_chunk:
+        if wanted is None or wanted.chunk in busy:
             return None
         step = self._begin(wanted.chunk, wanted.level, wanted.size_bytes, refinement=True)
         return self._transfer(step, wanted.size_bytes, stop_s=wanted.stop_s)
@@ -344,7 +351,7 @@ class ChunkStream:
     ) -> _Transfer:
         """Ask for segments of a chunk: of all layers that need it unless some are named."""
         layers = self._layers[step.chunk] if layers is None else layers
-        meter = Meter(size_bytes, LATENCIES * self.artifact.store.latency_s)
+        meter = Meter(size_bytes, LATENCIES * self.artifact.store.latency_s, self._link)
         pause_s = RECONSIDER_S if self._may_turn(step) else None
         segments = Receiving(self._read(step, layers, meter), pause_s)
         return _Transfer(step, meter, segments, list(layers), fills, stop_s)
@@ -363,9 +370,13 @@ class ChunkStream:
         A refinement is once it is late. Any other chunk is if the policy has come to prefer
         something else, seeing how fast it arrives, or that nothing does.
         """
-        step, meter = transfer.step, transfer.meter
-        asked_ahead, arrived = False, False
+        step, meter, arrived = transfer.step, transfer.meter, False
+        meter.take_turn()
+        step.started_s = self._now.elapsed_s()
+        if transfer.segments.is_full:
+            self._hold_up(meter)
         try:
+            self._ask_ahead(transfer)
             for segment in transfer.segments:
                 if segment is not None:
                     if not self._ledger.has_room:
@@ -382,7 +393,7 @@ class ChunkStream:
                 if preferred is not None:
                     transfer.instead = preferred
                     return False
-                asked_ahead = asked_ahead or self._ask_ahead(transfer)
+                self._ask_ahead(transfer)
             arrived = True
         finally:
             transfer.close()
@@ -396,31 +407,41 @@ class ChunkStream:
             self._reader.forget(step.chunk)
         return True
 
-    def _ask_ahead(self, transfer: _Transfer) -> bool:
-        """Ask for what comes next so early that it begins to arrive when this transfer ends.
+    def _ask_ahead(self, transfer: _Transfer) -> None:
+        """Ask for what comes next so early that the link is never idle for want of a request.
 
-        The next occasion comes with the next of its segments. Returns whether there need not be
-        another.
+        That is as soon as all that was asked for will have come when an answer could; the next
+        occasion to ask comes with the next of the transfer's segments.
         """
-        step, meter, n_missing = transfer.step, transfer.meter, len(transfer.layers)
-        is_last = not step.refinement and step.chunk + 1 == len(self._layers)
-        if is_last or transfer.fills:
-            return True
-        rate = meter.bytes_per_s()
-        if not rate:
-            return False
-        left_s = meter.left_bytes / rate
-        if left_s * (n_missing - 1) > (meter.latency_s or 0.0) * n_missing:
-            return False
+        step, meter = transfer.step, transfer.meter
+        if transfer.fills or not transfer.layers:
+            return
+        self._latency_s = min(
+            self._latency_s,
+            self.artifact.store.latency_s if meter.latency_s is None else meter.latency_s,
+        )
         seen = self._rates_of(meter)
-        if step.refinement:
-            ahead = self._ask_to_refine(left_s, seen, busy_chunk=step.chunk)
-        else:
-            ahead = self._ask(step.chunk + 1, left_s, seen)
-        self._ahead.append(ahead)
-        if meter.is_held_up:
-            self._hold_up(meter)
-        return True
+        rates = [*self._now.throughputs, *seen]
+        if not rates:
+            return
+        needs_index = not step.refinement and not self._reader.brings_index(step.level)
+        answer_s = self._latency_s * (2 if needs_index else 1)
+        next_s = meter.left_bytes / rates[-1] / len(transfer.layers)
+        while len(self._ahead) < REQUESTS_AHEAD and None not in self._ahead:
+            asked = [transfer, *filter(None, self._ahead)]
+            coming_s = sum(other.meter.left_bytes for other in asked) / rates[-1]
+            chunk = step.chunk + len(asked)
+            if coming_s - next_s > answer_s or (not step.refinement and chunk == len(self._layers)):
+                return
+            if step.refinement:
+                ahead = self._ask_to_refine(coming_s, seen, {other.step.chunk for other in asked})
+                if ahead is None:
+                    return
+            else:
+                ahead = self._ask(chunk, coming_s, seen)
+            self._ahead.append(ahead)
+            if meter.is_held_up:
+                self._hold_up(meter)
 
     def _hold_up(self, meter: Meter) -> None:
         """Decoders hold up a transfer, and so the one that was asked for ahead."""

@@ -49,6 +49,11 @@ class Receiving(Generic[T]):
             yield item
             self._room.release()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no more is received before something is taken."""
+        return self._found.qsize() >= AHEAD
+
     def close(self) -> None:
         """Close the generator, as soon as it comes to its next item or error."""
         self._closed = True
@@ -57,7 +62,11 @@ class Receiving(Generic[T]):
     def _run(self) -> None:
         with contextlib.closing(self._source):
             while self._room.acquire() and not self._closed:
+                item, error = None, None
                 try:
-                    self._found.put((next(self._source, None), None))
-                except BaseException as error:
-                    self._found.put((None, error))
+                    item = next(self._source, None)
+                except BaseException as raised:
+                    error = raised
+                self._found.put((item, error))
+                if item is None:
+                    return

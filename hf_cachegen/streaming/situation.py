@@ -73,7 +73,7 @@ class Situation:
         seen
             Throughputs of transfers that have not ended yet.
         """
-        now_s = self._elapsed_s()
+        now_s = self.elapsed_s()
         state = StreamState(
             sizes_bytes=self._sizes,
             chosen=list(self.chosen),
@@ -117,7 +117,7 @@ class Situation:
         UnsupportedError
             The chunk cannot be recomputed, and is to be.
         """
-        step = StreamStep(chunk, level, self._elapsed_s(), refinement=refinement)
+        step = StreamStep(chunk, level, self.elapsed_s(), refinement=refinement)
         self.chosen[chunk : chunk + 1] = [level]
         if level == TEXT:
             if not self.can_recompute(chunk):
@@ -140,14 +140,15 @@ class Situation:
             return False
         return self._holds_past[chunk] or self.chosen[chunk - 1 : chunk] == [TEXT]
 
-    def _elapsed_s(self) -> float:
+    def elapsed_s(self) -> float:
+        """Seconds since the stream began."""
         return time.monotonic() - self.started_at
 
     def _backlog_s(self) -> float:
         """Seconds of decoding and recomputing that are begun or queued."""
         seconds = self._costs.decode_s()
         decode_s = sum(
-            seconds[chunk][level] * self._ledger.share_in_flight(chunk)
+            seconds[chunk][level] * self._ledger.share_to_decode(chunk)
             for chunk, level in enumerate(self.chosen)
             if level != TEXT
         )

@@ -66,6 +66,10 @@ class SegmentReader:
             if part == level:
                 yield whole(layer)
 
+    def brings_index(self, level: int) -> bool:
+        """Whether a level is read with the chunk's index, which is asked for before any other."""
+        return self._artifact.manifest.chain(level) == tuple(range(level + 1))
+
     def missing_bytes(self, chunk: int, level: int, layers: Sequence[int]) -> int:
         """What reading a level of a chunk would fetch, besides what is kept."""
         if not self._artifact.has_index(chunk):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_cachegen.streaming import meter as module
-from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, RECENT_S, Meter
+from hf_cachegen.streaming.meter import MIN_SAMPLE_BYTES, RECENT_S, LinkCount, Meter
 
 MANY = 5 * MIN_SAMPLE_BYTES
 
@@ -129,7 +129,45 @@ def test_time_in_which_nobody_waits_does_not_make_a_link_slow(meter: Meter, cloc
     receive(meter, clock, 0, 0.0)
     receive(meter, clock, 1000, 1.0)
     clock.now_s = 100.0
-    assert meter.recent_bytes_per_s() == 2000
+    assert meter.recent_bytes_per_s() == 1000
     assert meter.waited_s == 1.0
     receive(meter, clock, 1000, 100.5)
     assert meter.waited_s == 100.5 - 100.0 + 1.0
+
+
+def test_what_others_receive_at_the_same_time_counts_for_the_link(clock: Clock) -> None:
+    link = LinkCount()
+    meter, other = Meter(3 * MANY, link=link), Meter(2 * MANY, link=link)
+    receive(other, clock, MANY, 0.5)
+    receive(meter, clock, MANY, 1.0)
+    meter.wait()
+    receive(other, clock, MANY, 1.5)
+    receive(meter, clock, MANY, 2.0)
+    assert meter.size_bytes == 2 * MANY
+    assert meter.bytes_per_s() == 2 * MANY  # since its first bytes came
+    assert meter.recent_bytes_per_s() == 2 * MANY
+
+
+def test_a_transfer_is_over_with_its_last_byte(clock: Clock) -> None:
+    """Whenever it is taken note of: another one may have its turn first."""
+    meter = Meter(2 * MANY)
+    receive(meter, clock, MANY, 1.0)
+    receive(meter, clock, MANY, 2.0)
+    clock.now_s = 50.0
+    assert meter.bytes_per_s() == MANY
+
+
+def test_time_counts_from_a_transfers_turn(clock: Clock) -> None:
+    """What was asked for ahead has to wait until others have come."""
+    meter = Meter(MANY, patience_s=3.0)
+    clock.now_s = 10.0
+    meter.take_turn()
+    assert (meter.waited_s, meter.seconds) == (0, 0)
+    clock.now_s = 12.9
+    assert meter.recent_bytes_per_s() is None
+    clock.now_s = 13.0
+    assert meter.recent_bytes_per_s() == 0
+    assert (meter.waited_s, meter.seconds) == (3, 3)
+    receive(meter, clock, MANY, 14.0)
+    assert meter.latency_s == 14.0
+    assert meter.seconds == 4

@@ -14,7 +14,8 @@ from hf_cachegen.artifact import Artifact, LevelRecord
 from hf_cachegen.errors import FormatError, StoreError
 from hf_cachegen.stores import LocalStore
 from hf_cachegen.streaming.controller import FixedLevel, Policy, StreamState
-from hf_cachegen.streaming.pipeline import ChunkStream
+from hf_cachegen.streaming.pipeline import REQUESTS_AHEAD, ChunkStream
+from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.steps import StreamStep
 
 N_LAYERS, N_CHUNKS = 4, 3
@@ -418,3 +419,40 @@ def test_chunk_in_place_stays_so_when_empty_segments_come_too_late(
     assert threads_end()
     assert stream.sources() == ["low"]
     assert [step.finished for step in stream.report()] == [True]
+
+
+def test_chunks_are_asked_for_ahead_where_answers_take_their_time(
+    make_up: Any, segment: Any, recording_store: Any
+) -> None:
+    """As many as an answer takes to come, up to a limit, and each once."""
+    asked: list[str] = []
+    answer = threading.Event()
+
+    class DistantStore(recording_store):  # type: ignore[misc]
+        latency_s = 100.0
+
+        def _pieces(self, path: str, *span: Any) -> Generator[bytes, None, None]:
+            if path.startswith("chunks/"):
+                asked.append(path)
+                assert answer.wait(60)
+            yield from super()._pieces(path, *span)
+
+    folder = make_up([LevelRecord(name="low", codec="raw", exact=True)], 9, segment)
+    rates, decode = MachineRates(), Collector()
+    artifact = Artifact.open(DistantStore(folder))
+    rates.note_link(artifact.store.location, 1e6)
+    stream = ChunkStream(artifact, FixedLevel(0), [ALL[0]] * 9, decode, rates=rates)
+    deadline = time.monotonic() + 60
+    while len(asked) < 1 + REQUESTS_AHEAD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    paths = [chunk.path for chunk in artifact.manifest.chunks]
+    assert sorted(asked) == sorted(paths[: 1 + REQUESTS_AHEAD])
+    answer.set()
+    for layer in range(N_LAYERS):
+        stream.wait_layer(layer)
+    assert sorted(asked) == sorted(paths)
+    assert [step.chunk for step in stream.report()] == list(range(9))
+    started = [step.started_s for step in stream.report()]
+    assert started == sorted(started), "each counts from its turn"
+    stream.close()
