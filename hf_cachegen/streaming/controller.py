@@ -102,7 +102,7 @@ class PaperPolicy(TargetPolicy):
 
     def choose(self, state: StreamState) -> int:
         deadline_s = self.deadline_s(state)
-        text_s = state.compute_begin_s() + state.remaining_recompute_s()
+        text_s = state.compute_free_s + state.remaining_recompute_s()
         if state.recompute_s and text_s <= deadline_s:
             return TEXT
         if not state.throughputs_bytes_per_s:

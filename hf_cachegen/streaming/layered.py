@@ -91,7 +91,7 @@ class LayeredPolicy(TargetPolicy):
         time for beside it.
         """
         smallest = state.smallest_level()
-        compute_s = deadline_s - state.compute_begin_s()
+        compute_s = deadline_s - state.compute_free_s
         twice_s = compute_s - state.remaining_decode_s(smallest)
 
         def is_in_time(level: int) -> bool:
@@ -125,7 +125,7 @@ class LayeredPolicy(TargetPolicy):
         if others_s == 0 and len(state.sizes_bytes) > state.next_chunk + 1:
             return False  # how long they take is not known yet
         work_s = state.recompute_s[state.next_chunk] + others_s
-        return state.compute_begin_s() + work_s <= deadline_s
+        return state.compute_free_s + work_s <= deadline_s
 
     def _plan(self, state: StreamState, budget: _Budget) -> list[_Option]:
         """What to refine each chunk to, last chunk first; all of it is expected in time.
@@ -220,7 +220,7 @@ class _Budget(NamedTuple):
         """What is left until the last byte may come, after which it is still decoded."""
         return cls(
             link_s=stop_s - state.elapsed_s,
-            compute_s=stop_s + state.tail_decode_s - state.compute_begin_s(),
+            compute_s=stop_s + state.tail_decode_s - state.compute_free_s,
             per_byte_s=estimate.median_s(1),
         )
 

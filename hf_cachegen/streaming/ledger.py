@@ -98,6 +98,15 @@ class Ledger:
             self._refining_segments += step.refinement
             return True
 
+    def take_back(self, chunk: int) -> None:
+        """Have all layers of a chunk written once more that nobody has read.
+
+        Waits until what was admitted of it is through.
+        """
+        with self._changed:
+            self._wait(lambda: not self._segments[chunk] or self.ended)
+            self._missing[chunk].update(self._layers[chunk])
+
     def handed_over(self, chunk: int) -> None:
         """All segments of a chunk were admitted."""
         with self._changed:
@@ -220,8 +229,10 @@ class Ledger:
         """Wait for a recomputation to do, or, returning None, until the layer is ready."""
         with self._changed:
             self._waiting += 1
-            self._wait(lambda: self._is_ready(layer) or self.ended or self._can_recompute())
-            self._waiting -= 1
+            try:
+                self._wait(lambda: self._is_ready(layer) or self.ended or self._can_recompute())
+            finally:
+                self._waiting -= 1
             if self._is_ready(layer):
                 self._settled = True  # whoever reads it must not see it change
                 return None

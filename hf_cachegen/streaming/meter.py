@@ -28,13 +28,20 @@ class LinkCount:
 
     def __init__(self) -> None:
         self.size_bytes = 0
+        self._changed_at = time.monotonic()
         self._lock = threading.Lock()
 
     def add(self, size_bytes: int) -> int:
         """Count some more, from any thread; returns how many it are in all."""
         with self._lock:
             self.size_bytes += size_bytes
+            self._changed_at = time.monotonic()
             return self.size_bytes
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything has come."""
+        return time.monotonic() - self._changed_at
 
 
 class _Mark(NamedTuple):

@@ -11,6 +11,7 @@ still wait to be recomputed are fetched from the last one on, if the link turns 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -44,6 +45,9 @@ codec with a segment a layer, a decoder finds as many of one layer."""
 
 RECONSIDER_S = 0.5
 """How often a policy is asked again about a chunk of which nothing arrives."""
+
+RECONSIDER_FILL_S = 0.05
+"""The same of one that was to be recomputed: the processor may wait for it."""
 
 REQUESTS_AHEAD = 5
 """How many chunks may be asked for while another one arrives, where answers take their time: more
@@ -123,7 +127,9 @@ class ChunkStream:
         self._steps = StepLog()
         self._reader = SegmentReader(artifact, keep=self._refines)
         self._ahead: deque[_Transfer | None] = deque()  # of the next chunks that are chosen
+        self._touched: set[int] = set()  # chunks of which a segment was handed over
         self._link = LinkCount()
+        self._still_at: int | None = None  # its count when a chunk was given up since nothing came
         self._latency_s = math.inf  # of the fastest answer: others had to share the link
         self._ledger = Ledger(
             layers,
@@ -257,6 +263,7 @@ class ChunkStream:
         """Choose what to do about the next chunk, and ask for it unless it is chosen as text."""
         if self._link_gone:
             return None
+        link_free_in_s += self._standstill_s()
         level = self._policy.choose(self._now.state(self._policy, link_free_in_s, seen))
         if level == TEXT:
             return None
@@ -264,23 +271,46 @@ class ChunkStream:
         return self._transfer(self._begin(chunk, level, size_bytes), size_bytes)
 
     def _turn(self, transfer: _Transfer) -> _Transfer | None:
-        """Ask for a chunk that was given up at the level that is preferred; None if it is text.
-
-        Layers that it has been handed over of keep what they have.
-        """
-        chunk, level, layers = transfer.step.chunk, transfer.instead, transfer.layers
+        """Ask for a chunk that was given up at the level that is preferred; None if it is text."""
+        chunk, level = transfer.step.chunk, transfer.instead
         if level == TEXT:
             return None
+        layers = self._layers_instead(transfer, level)
+        assert layers is not None  # else there would be nothing to gain
+        if len(layers) > len(transfer.layers):
+            self._ledger.take_back(chunk)
         size_bytes = self._reader.missing_bytes(chunk, level, layers)
         return self._transfer(self._begin(chunk, level, size_bytes), size_bytes, layers=layers)
 
+    def _layers_instead(self, transfer: _Transfer, level: int) -> Sequence[int] | None:
+        """Of which layers a chunk's segments are needed if it goes on at another level.
+
+        Within a codec, those that were handed over keep what they have. Another one may have layers
+        together that this one has apart: it needs all, which cannot be where some may be in use.
+        """
+        levels, step = self.artifact.manifest.levels, transfer.step
+        layers = self._layers[step.chunk]
+        if levels[level].codec == levels[step.level].codec or len(layers) == len(transfer.layers):
+            return transfer.layers
+        return None if self._recompute is None else layers
+
+    def _standstill_s(self) -> float:
+        """How long a link that stands still will do so yet: as long as it has, for all we know."""
+        return self._link.silent_s if self._link.size_bytes == self._still_at else 0.0
+
     def _fill_from_the_back(self) -> None:
-        """Fetch what waits to be recomputed, last chunk first, while the processor is busy."""
+        """Fetch what waits to be recomputed, last chunk first, while the processor is busy.
+
+        Not what was given up before: decoders may still be writing some layers of it.
+        """
         if not self._policy.adapts:
             return
         while not self._link_gone and (text := self._ledger.withdraw_recompute()):
-            chunk = text.chunk
-            level = self._policy.instead_of_text(self._now.state_of(self._policy, chunk, last=True))
+            chunk, level = text.chunk, None
+            if chunk not in self._touched:
+                still_s = self._standstill_s()
+                state = self._now.state_of(self._policy, chunk, still_s, last=True)
+                level = self._policy.instead_of_text(state)
             if level is None:
                 self._ledger.queue_recompute(text)
                 return
@@ -352,7 +382,8 @@ class ChunkStream:
         """Ask for segments of a chunk: of all layers that need it unless some are named."""
         layers = self._layers[step.chunk] if layers is None else layers
         meter = Meter(size_bytes, LATENCIES * self.artifact.store.latency_s, self._link)
-        pause_s = RECONSIDER_S if self._may_turn(step) else None
+        often_s = RECONSIDER_FILL_S if fills else RECONSIDER_S
+        pause_s = often_s if self._may_turn(step) else None
         segments = Receiving(self._read(step, layers, meter), pause_s)
         return _Transfer(step, meter, segments, list(layers), fills, stop_s)
 
@@ -383,6 +414,7 @@ class ChunkStream:
                         self._hold_up(meter)
                     if not self._ledger.admit(step, segment[1]):
                         return False
+                    self._touched.add(step.chunk)
                     transfer.layers.remove(segment[0])
                     # Before anyone can see the chunk in place: segments may be empty.
                     if not transfer.layers or not meter.left_bytes:
@@ -401,6 +433,8 @@ class ChunkStream:
             # Of a chunk that was given up, the first part may have come over a better link.
             recent = meter.recent_bytes_per_s()
             self._note_rates(self._rates_of(meter) if arrived else [recent] if recent else [])
+            if not arrived and recent == 0:
+                self._still_at = self._link.size_bytes
         self._steps.finish(step)
         self._ledger.handed_over(step.chunk)
         if not self._refines:
@@ -455,42 +489,60 @@ class ChunkStream:
     def _preferred(self, transfer: _Transfer) -> int | None:
         """What the policy would now rather do about a chunk than receive the rest of it, if it is.
 
-        It is not asked about one that comes about as fast as was expected, and about one that was
-        to be text only when nothing else is left to recompute.
+        It is not asked about one that comes about as fast as was expected.
         """
-        step, meter = transfer.step, transfer.meter
-        rate, left_bytes = meter.recent_bytes_per_s(), meter.left_bytes
-        if not self._may_turn(step) or rate is None or not left_bytes:
+        step, meter, left_bytes = transfer.step, transfer.meter, transfer.meter.left_bytes
+        if not self._may_turn(step) or not left_bytes:
+            return None
+        if transfer.fills:
+            return self._preferred_to_fill(transfer)
+        rate = meter.recent_bytes_per_s()
+        if rate is None:
             return None
         # A link that stands still may do so for as long again: nobody knows more of it.
         left_s = left_bytes / rate if rate else meter.waited_s
-        if transfer.fills:
-            asks = self._ledger.awaits(step.chunk)
-        else:
-            asks = comes_late(meter.waited_s, left_s, step.predicted_transfer_s or 0.0)
-        if not asks:
+        if not comes_late(meter.waited_s, left_s, step.predicted_transfer_s or 0.0):
             return None
-        state = self._now.state_of(self._policy, step.chunk, last=transfer.fills)
+        state = self._now.state_of(self._policy, step.chunk)
         state = state.while_arriving(self._left_bytes(transfer), left_bytes / left_s)
-        if transfer.fills:
-            return TEXT if self._policy.instead_of_text(state) is None else None
         return self._policy.reconsider(state, step.level)
+
+    def _preferred_to_fill(self, transfer: _Transfer) -> int | None:
+        """The same of a chunk that was to be recomputed: text, once the processor waits for it.
+
+        It does not wait until it is certain how fast the link is.
+        """
+        step, meter = transfer.step, transfer.meter
+        if not self._ledger.awaits(step.chunk):
+            return None
+        recent = meter.recent_bytes_per_s()
+        rates = [*self._now.throughputs, *self._rates_of(meter)] if recent is None else [recent]
+        if not rates or not rates[-1]:
+            return TEXT
+        silent_s = meter.waited_s if meter.latency_s is None else 0.0
+        state = self._now.state_of(self._policy, step.chunk, silent_s, last=True)
+        state = dataclasses.replace(state, compute_free_s=state.elapsed_s - silent_s)
+        state = state.while_arriving(self._left_bytes(transfer), rates[-1])
+        return TEXT if self._policy.instead_of_text(state) is None else None
 
     def _left_bytes(self, transfer: _Transfer) -> list[int]:
         """What would have to be fetched of a chunk, by level, instead of the rest of it."""
         step, levels = transfer.step, self.artifact.manifest.levels
-        left = [
-            self._reader.missing_bytes(step.chunk, level, transfer.layers)
-            for level in range(len(levels))
-        ]
-        table_bytes = max(transfer.meter.left_bytes - left[step.level], 0)
-        codec = levels[step.level].codec
-        left = [
-            n_bytes + (table_bytes if level.codec == codec else 0)
-            for n_bytes, level in zip(left, levels, strict=True)
-        ]
-        left[step.level] = transfer.meter.left_bytes  # its parts of segments counted
+        own_bytes = transfer.meter.left_bytes  # its parts of segments counted
+        missing = [self._missing_bytes(transfer, level) for level in range(len(levels))]
+        table_bytes = max(own_bytes - (missing[step.level] or 0), 0)
+        left = []
+        for level, n_bytes in zip(levels, missing, strict=True):
+            besides = table_bytes if level.codec == levels[step.level].codec else 0
+            left.append(own_bytes if n_bytes is None else n_bytes + besides)
+        left[step.level] = own_bytes
         return left
+
+    def _missing_bytes(self, transfer: _Transfer, level: int) -> int | None:
+        layers = self._layers_instead(transfer, level)
+        if layers is None:
+            return None
+        return self._reader.missing_bytes(transfer.step.chunk, level, layers)
 
     def _rates_of(self, meter: Meter) -> list[float]:
         """What a transfer tells of the link: at most one rate.

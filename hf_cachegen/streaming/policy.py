@@ -38,7 +38,7 @@ class StreamState:
         Level or :data:`TEXT` of each chunk that was chosen already; the next one is
         ``len(chosen)``.
     elapsed_s
-        Seconds since the stream began.
+        When the link is free for the next request, in seconds since the stream began.
     throughputs_bytes_per_s
         Throughput of each transfer so far, oldest first.
     decode_s
@@ -48,7 +48,8 @@ class StreamState:
         Seconds to recompute every chunk from text, infinite for a chunk that cannot be; empty if
         none can.
     compute_free_s
-        When the decoding and recomputing that is under way ends, in seconds since the stream began.
+        When something new could begin to be decoded or recomputed, in seconds since the stream
+        began: what is under way has ended then.
     tail_s
         Seconds from the last byte to the first token: decoding of what came last, and the prompt's
         own prefill.
@@ -99,7 +100,7 @@ class StreamState:
         Transfers and decoding overlap, so the slower of the two counts.
         """
         arrived_s = self.elapsed_s + estimate.median_s(sum(self.remaining_bytes(level)))
-        return max(arrived_s, self.compute_begin_s() + self.remaining_decode_s(level))
+        return max(arrived_s, self.compute_free_s + self.remaining_decode_s(level))
 
     def soonest_level(self, estimate: RateEstimate) -> int:
         """The level at which all that remains is expected first: the smallest on a slow link."""
@@ -107,10 +108,6 @@ class StreamState:
             range(len(self.sizes_bytes[0])),
             key=lambda level: (self.ready_s(estimate, level), sum(self.remaining_bytes(level))),
         )
-
-    def compute_begin_s(self) -> float:
-        """When something new could begin to be decoded or recomputed."""
-        return max(self.elapsed_s, self.compute_free_s)
 
     def estimate(self) -> RateEstimate | None:
         """The rates of transfers to come; None before any was measured."""
@@ -146,7 +143,7 @@ class StreamState:
             return False
         rest_s = self.remaining_decode_s(self.smallest_level(), skip=1)
         work_s = self.recompute_s[self.next_chunk] + rest_s
-        return self.compute_begin_s() + work_s <= deadline_s
+        return self.compute_free_s + work_s <= deadline_s
 
     def text_saves_time(self, deadline_s: float) -> bool:
         """Whether a deadline is hopeless, and recomputing the next chunk makes it late by less.
@@ -159,7 +156,7 @@ class StreamState:
         level = self.soonest_level(estimate)
         smallest = self.smallest_remaining_bytes()
         late = estimate.late_probability(smallest, deadline_s - self.elapsed_s)
-        if self.compute_begin_s() + self.remaining_decode_s(level) > deadline_s:
+        if self.compute_free_s + self.remaining_decode_s(level) > deadline_s:
             late = 1.0
         return late > HOPELESS and self.text_is_as_soon(estimate, level)
 
@@ -182,7 +179,7 @@ class StreamState:
             return False
         arrived_s = self.elapsed_s + estimate.median_s(sum(self.remaining_bytes(level)[1:]))
         work_s = self.recompute_s[self.next_chunk] + self.remaining_decode_s(level, skip=1)
-        ready_s = max(arrived_s, self.compute_begin_s() + work_s)
+        ready_s = max(arrived_s, self.compute_free_s + work_s)
         return ready_s <= self.ready_s(estimate, level)
 
 

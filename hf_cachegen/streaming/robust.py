@@ -63,7 +63,7 @@ class RobustPolicy(TargetPolicy):
         budget_s = deadline_s - state.elapsed_s
         at_level = state.remaining_bytes(level)
         then_smallest = [at_level[0], *state.smallest_remaining_bytes()[1:]]
-        compute_s = state.compute_begin_s() + state.remaining_decode_s(level)
+        compute_s = state.compute_free_s + state.remaining_decode_s(level)
         return (
             estimate.median_s(sum(at_level)) <= budget_s
             and compute_s <= deadline_s

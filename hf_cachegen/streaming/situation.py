@@ -95,9 +95,11 @@ class Situation:
         overlap_s = estimate.median_s(min(self._sizes[-1]))
         return dataclasses.replace(state, tail_s=self._costs.tail_s(overlap_s))
 
-    def state_of(self, policy: Policy, chunk: int, *, last: bool = False) -> StreamState:
+    def state_of(
+        self, policy: Policy, chunk: int, link_free_in_s: float = 0.0, *, last: bool = False
+    ) -> StreamState:
         """What the policy may know for another choice about a chunk; as if it were the last one."""
-        state = self.state(policy)
+        state = self.state(policy, link_free_in_s)
         end = chunk + 1 if last else None
         return dataclasses.replace(
             state,

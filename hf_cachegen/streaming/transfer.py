@@ -156,16 +156,18 @@ class SegmentReader:
         index = self._artifact.index(chunk)
         for level, layer in run:
             data = arriving.take(index.segment(level, layer).size)
-            yield level, layer, self._checked(chunk, level, layer, data)
+            yield level, layer, self._checked(chunk, level, layer, data, arriving.meter)
 
-    def _checked(self, chunk: int, level: int, layer: int, data: bytes) -> bytes:
+    def _checked(self, chunk: int, level: int, layer: int, data: bytes, meter: Meter) -> bytes:
         """The segment if it is intact, else what a second request brings."""
         index = self._artifact.index(chunk)
         try:
             index.check(level, layer, data)
         except FormatError:
-            span, path = index.segment(level, layer), self._artifact.manifest.chunks[chunk].path
-            data = self._artifact.store.read(path, span.offset, span.size, max_bytes=span.size)
+            span = index.segment(level, layer)
+            meter.received(-span.size)
+            with self._arriving(chunk, span.offset, span.size, meter) as arriving:
+                data = arriving.take(span.size)
             try:
                 index.check(level, layer, data)
             except FormatError as error:
@@ -177,21 +179,21 @@ class _Arriving:
     """The bytes of a transfer, to be taken in order as they arrive."""
 
     def __init__(self, pieces: Iterator[bytes], meter: Meter, uncounted: int) -> None:
+        self.meter = meter
         self._pieces = pieces
-        self._meter = meter
         self._uncounted = uncounted
         self._arrived = bytearray()
 
     def take(self, size: int) -> bytes:
         """The next so many bytes."""
         while len(self._arrived) < size:
-            if self._meter.is_given_up:
+            if self.meter.is_given_up:
                 raise StoreError("the transfer was given up")
-            self._meter.wait()
+            self.meter.wait()
             piece = next(self._pieces)
             counted = max(len(piece) - self._uncounted, 0)
             self._uncounted -= len(piece) - counted
-            self._meter.received(counted)
+            self.meter.received(counted)
             self._arrived += piece
         data = bytes(self._arrived[:size])
         del self._arrived[:size]

@@ -75,7 +75,7 @@ def tried_one_by_one(
     def worth(gain: float, link_s: float, compute_s: float) -> float:
         return gain / max(link_s, compute_s, INSTANT_S)
 
-    link_s, compute_s = target_s - state.elapsed_s, target_s - state.compute_begin_s()
+    link_s, compute_s = target_s - state.elapsed_s, target_s - state.compute_free_s
     plan = {chunk: held for chunk, held in enumerate(state.chosen) if held != TEXT}
     while True:
         steps = []
@@ -95,7 +95,7 @@ def tried_one_by_one(
     ]
     # Rounded as the policy rounds.
     link_s = target_s - state.elapsed_s - sum(costs(*found)[1] for found in refined)
-    compute_s = target_s - state.compute_begin_s() - sum(costs(*found)[2] for found in refined)
+    compute_s = target_s - state.compute_free_s - sum(costs(*found)[2] for found in refined)
     on_the_way = [
         (chunk, level)
         for chunk, final in refined

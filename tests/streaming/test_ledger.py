@@ -25,3 +25,16 @@ def test_the_end_of_refinements_is_not_missed(
     waiting.start()
     waiting.join(5)
     assert not waiting.is_alive()
+
+
+def test_nobody_waits_any_more_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger([[0], [0]], room=8)
+
+    def interrupt(timeout: float | None) -> None:
+        assert ledger.awaits(0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ledger._changed, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.wait_layer(0, lambda step: True)
+    assert not ledger.awaits(0)

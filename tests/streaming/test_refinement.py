@@ -6,13 +6,13 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_cachegen.artifact import Artifact
+from hf_cachegen.artifact import Artifact, LevelRecord
 from hf_cachegen.errors import FormatError, StoreError, UnsupportedError
 from hf_cachegen.streaming.costs import PASS_MARGIN
 from hf_cachegen.streaming.meter import Meter
@@ -313,12 +313,15 @@ def test_chunk_that_does_not_arrive_at_all_is_recomputed_instead(
     store = slow_store(made_up, gated=True)
     store.gate.release(1)
     asked: list[tuple[int, float]] = []
+    still_s: list[float] = []
 
     class Patient(Policy):
         def choose(self, state: StreamState) -> int:
             late = state.next_chunk > 0
             late &= [chunk for chunk, _ in asked].count(state.next_chunk) == 3
             asked.append((state.next_chunk, state.throughputs_bytes_per_s[-1:]))
+            if state.next_chunk == 2:
+                still_s.append(state.elapsed_s - state.compute_free_s)
             return TEXT if late else 0
 
     memory = Memory()
@@ -331,6 +334,7 @@ def test_chunk_that_does_not_arrive_at_all_is_recomputed_instead(
     assert steps == [(0, 0, True), (1, 0, False), (1, TEXT, True), (2, 0, False), (2, TEXT, True)]
     rates = [rate for chunk, (rate,) in asked[1:] if chunk == 1][1:]
     assert rates == sorted(rates, reverse=True)  # the longer it stands, the slower it seems
+    assert still_s[0] > 0.3, "it may do so for as long again"
     stream.close()
     assert threads_end()
 
@@ -342,13 +346,18 @@ class SlowMeter(Meter):
         return 1.0
 
 
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have policies asked again with each segment, and only then."""
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.RECONSIDER_S", 60.0)
+    monkeypatch.setattr("hf_cachegen.streaming.pipeline.Meter", SlowMeter)
+    monkeypatch.setattr("hf_cachegen.streaming.receiving.AHEAD", 1)
+
+
 def test_chunk_that_arrives_too_slowly_is_recomputed_instead(
     start: Any, made_up: Path, slow_store: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The policy takes a level, and sees after two segments that text would have been better."""
-    monkeypatch.setattr("hf_cachegen.streaming.pipeline.RECONSIDER_S", 60.0)
-    monkeypatch.setattr("hf_cachegen.streaming.pipeline.Meter", SlowMeter)
-    monkeypatch.setattr("hf_cachegen.streaming.receiving.AHEAD", 1)
+    slow_link(monkeypatch)
     states: list[StreamState] = []
 
     class Regretful(Policy):
@@ -374,8 +383,7 @@ def test_chunk_that_arrives_too_slowly_goes_on_at_a_coarser_level(
     start: Any, made_up: Path, slow_store: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """Layers that have the finer one keep it, and nothing of them is fetched again."""
-    monkeypatch.setattr("hf_cachegen.streaming.pipeline.Meter", SlowMeter)
-    monkeypatch.setattr("hf_cachegen.streaming.receiving.AHEAD", 1)
+    slow_link(monkeypatch)
 
     class Humbled(Policy):
         def choose(self, state: StreamState) -> int:
@@ -389,6 +397,96 @@ def test_chunk_that_arrives_too_slowly_goes_on_at_a_coarser_level(
     steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
     assert steps == [(0, 1, True), (1, 1, False), (1, 0, True), (2, 1, True)]
     assert stream.report()[2].size_bytes == 2 * 260
+
+
+def test_chunk_goes_on_in_another_codec_that_has_layers_together(
+    make_up: Any, segment: Any, slow_store: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The first of two layers that it has in one segment was handed over: both are needed."""
+    slow_link(monkeypatch)
+    levels = [LevelRecord(name=codec, codec=codec, exact=True) for codec in ("lossless", "raw")]
+
+    class Humbled(Policy):
+        def choose(self, state: StreamState) -> int:
+            return int(state.sizes_bytes[0][1] > 1800)
+
+    class InPairs(Memory):
+        def decode(self, chunk: int, level: int, layer: int, data: bytes) -> Sequence[int]:
+            if level == 1:
+                return super().decode(chunk, level, layer, data)
+            if layer % 2:
+                return ()
+            super().decode(chunk, level, layer + 1, data)
+            return (*super().decode(chunk, level, layer, data), layer + 1)
+
+    for recompute in (True, False):
+        memory, folder = InPairs(), make_up(levels, 1, segment)
+        stream = ChunkStream(
+            Artifact.open(slow_store(folder)),
+            Humbled(),
+            ALL[:1],
+            memory.decode,
+            recompute=memory.recompute if recompute else None,
+            workers=2,
+        )
+        use(stream)
+        # Without a model that recomputes, layers may be in use before all have come.
+        assert memory.levels(0) == {0 if recompute else 1}
+        assert [step.level for step in stream.report()] == ([1, 0] if recompute else [1])
+        stream.close()
+
+
+def test_chunk_that_was_given_up_for_its_text_is_not_fetched_again(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Decoders may still be writing what it was handed over of."""
+    slow_link(monkeypatch)
+
+    class Regretful(Policy):
+        def choose(self, state: StreamState) -> int:
+            return TEXT if state.next_chunk or state.sizes_bytes[0][0] < 600 else 0
+
+        def instead_of_text(self, state: StreamState) -> int | None:
+            return 0
+
+    memory = Memory(decode_s=0.02)
+    stream = start(Regretful(), memory)
+    use(stream)
+    steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
+    assert steps[:2] == [(0, 0, False), (0, TEXT, True)]
+    assert memory.levels(0) == {TEXT}
+    assert all(step.finished for step in stream.report()[1:])
+
+
+def test_chunks_asked_for_ahead_come_once_whatever_becomes_of_the_one_before(
+    start: Any, made_up: Path, slow_store: Any, monkeypatch: pytest.MonkeyPatch
+):
+    slow_link(monkeypatch)
+    asked, all_asked = [], threading.Event()
+
+    class Distant(slow_store):  # type: ignore[misc]
+        latency_s = 100.0
+
+        def _pieces(self, path: str, *span: Any) -> Generator[bytes, None, None]:
+            if path.startswith("chunks/"):
+                asked.append(path)
+                if len(asked) == 3:
+                    all_asked.set()
+                assert all_asked.wait(60)
+            yield from super()._pieces(path, *span)
+
+    class Humbled(Policy):
+        def choose(self, state: StreamState) -> int:
+            return int(state.next_chunk > 0 or state.sizes_bytes[0][1] > 1800)
+
+    memory, rates, store = Memory(), MachineRates(), Distant(made_up)
+    rates.note_link(store.location, 1e6)
+    stream = start(Humbled(), memory, store=store, rates=rates)
+    use(stream)
+    steps = [(step.chunk, step.level, step.finished) for step in stream.report()]
+    assert sorted(steps) == [(0, 0, True), (0, 1, False), (1, 1, True), (2, 1, True)]
+    assert [memory.levels(chunk) for chunk in (1, 2)] == [{1}, {1}]
+    assert sorted(map(asked.count, set(asked))) == [2, 2, 3]  # the index, then the level
 
 
 class TextFirst(Policy):

@@ -190,7 +190,8 @@ def test_a_layer_without_values_of_its_own_costs_no_transfer(reader: Any) -> Non
 
 def test_a_damaged_part_of_a_chain_is_asked_for_once_more(reader: Any, segment: Segment) -> None:
     store, segments = reader(damage=1)
-    assert fetch(segments, 0, 2)[0] == expected(segment, 0, 2)
+    size = size_of(segment, 0, 0, 1, 2)
+    assert fetch(segments, 0, 2) == (expected(segment, 0, 2), size)  # what was damaged left out
     store.damage_next(2)
     with pytest.raises(FormatError, match=r"level base, layer 0"):
         fetch(segments, 1, 2)

@@ -130,7 +130,7 @@ def stream(costs: Costs, policy: Policy, link: Link) -> Outcome:
 
 
 ASK_S = 0.1
-"""How often it is looked whether a chunk comes too slowly."""
+"""How often it is looked whether a chunk comes too slowly; after a second less and less often."""
 
 Prefers = Callable[[float, StreamState], int | None]
 """Called with the seconds that a transfer has taken and the state then; returns what to do instead
@@ -167,7 +167,7 @@ class _Run:
             throughputs_bytes_per_s=self._throughputs,
             decode_s=self._costs.decode_s,
             recompute_s=self._costs.recompute_s,
-            compute_free_s=self._compute_free_s(),
+            compute_free_s=max(self._compute_free_s(), self._now_s),
             tail_s=self._costs.tail_s,
             tail_decode_s=self._costs.tail_decode_s,
         )
@@ -272,7 +272,7 @@ class _Run:
             state = self._state_of(chunk, ask_s, last=last).while_arriving(left, rate)
             instead = prefers(ask_s, state)
             if instead is None:
-                ask_s += ASK_S
+                ask_s += max(ASK_S, ask_s / 10)
                 end_s, sent = self._send(start_s, size_bytes, start_s + ask_s)
         finished = instead is None
         # Of a chunk that is given up, the first part may have come over a better link.
