@@ -199,7 +199,9 @@ class Meter:
         with self._lock:
             waited_s = self._waited_until(time.monotonic())
             if self.latency_s is None:
-                return None if waited_s - self._turn_waited_s < self._patience_s else 0.0
+                since_turn_s = waited_s - self._turn_waited_s
+                silent_s = max(since_turn_s, min(waited_s, self._link.silent_s))
+                return None if silent_s < self._patience_s else 0.0
             since_first_s = waited_s - self._arrivals[1][0]
             if since_first_s < RECENT_S:
                 return None

@@ -255,6 +255,7 @@ class ChunkStream:
             if self._arrives(transfer) or self._ledger.ended:
                 return
             transfer = self._turn(transfer)
+        self._reader.forget(chunk)
         self._ledger.queue_recompute(self._begin(chunk, TEXT))
 
     def _ask(
@@ -503,9 +504,13 @@ class ChunkStream:
         left_s = left_bytes / rate if rate else meter.waited_s
         if not comes_late(meter.waited_s, left_s, step.predicted_transfer_s or 0.0):
             return None
-        state = self._now.state_of(self._policy, step.chunk)
-        state = state.while_arriving(self._left_bytes(transfer), left_bytes / left_s)
-        return self._policy.reconsider(state, step.level)
+        state, left = self._now.state_of(self._policy, step.chunk), self._left_bytes(transfer)
+        instead = self._policy.reconsider(
+            state.while_arriving(left, left_bytes / left_s), step.level
+        )
+        # Of a coarser level, such a link brings nothing either.
+        brings = bool(rate) or instead is None or instead == TEXT or not left[instead]
+        return instead if brings else None
 
     def _preferred_to_fill(self, transfer: _Transfer) -> int | None:
         """The same of a chunk that was to be recomputed: text, once the processor waits for it.

@@ -159,8 +159,9 @@ def test_a_transfer_is_over_with_its_last_byte(clock: Clock) -> None:
 
 def test_time_counts_from_a_transfers_turn(clock: Clock) -> None:
     """What was asked for ahead has to wait until others have come."""
-    meter = Meter(MANY, patience_s=3.0)
-    clock.now_s = 10.0
+    link = LinkCount()
+    meter, other = Meter(MANY, patience_s=3.0, link=link), Meter(MANY, link=link)
+    receive(other, clock, MANY, 10.0)
     meter.take_turn()
     assert (meter.waited_s, meter.seconds) == (0, 0)
     clock.now_s = 12.9
@@ -171,3 +172,14 @@ def test_time_counts_from_a_transfers_turn(clock: Clock) -> None:
     receive(meter, clock, MANY, 14.0)
     assert meter.latency_s == 14.0
     assert meter.seconds == 4
+
+
+def test_a_link_that_is_silent_for_others_is_for_who_comes_next(clock: Clock) -> None:
+    link = LinkCount()
+    meter, other = (Meter(MANY, patience_s=3.0, link=link) for _ in range(2))
+    receive(other, clock, 1000, 1.0)
+    clock.now_s = 3.9
+    meter.take_turn()
+    assert meter.recent_bytes_per_s() is None
+    clock.now_s = 4.0
+    assert meter.recent_bytes_per_s() == 0
