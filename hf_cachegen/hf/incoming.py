@@ -72,6 +72,7 @@ class Incoming:
             [self._buffers.layers_of(chunk) for chunk in chunks],
             self._buffers.decode,
             prepare=codecs.prepare,
+            besides_bytes=codecs.missing_bytes,
             decode_many=self._buffers.decode_many if self._buffers.decodes_together else None,
             recompute=recompute,
             holds_past=[recompute is not None and recompute.holds_past(chunk) for chunk in chunks],

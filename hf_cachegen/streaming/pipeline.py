@@ -80,6 +80,8 @@ class ChunkStream:
         Decodes one segment to where its values belong.
     prepare
         Fetches what decoding a level needs besides, as long as it is not at hand.
+    besides_bytes
+        Says how much that is, None if it is not known.
     decode_many
         Decodes segments of one level and layer; None if that is not faster than one by one.
     recompute
@@ -104,6 +106,7 @@ class ChunkStream:
         decode: DecodeSegment,
         *,
         prepare: PrepareLevel = lambda level, meter: None,
+        besides_bytes: Callable[[int], int | None] = lambda level: 0,
         decode_many: DecodeSegments | None = None,
         recompute: RecomputeChunk | None = None,
         holds_past: Sequence[bool] | None = None,
@@ -148,6 +151,7 @@ class ChunkStream:
             self._ledger,
             None if recompute is None else holds_past,
             time.monotonic() if started_at is None else started_at,
+            besides_bytes,
         )
         self._decoders = SegmentDecoders(
             decode,
@@ -268,8 +272,8 @@ class ChunkStream:
         level = self._policy.choose(self._now.state(self._policy, link_free_in_s, seen))
         if level == TEXT:
             return None
-        size_bytes = self.artifact.manifest.read_bytes(chunk)[level]
-        return self._transfer(self._begin(chunk, level, size_bytes), size_bytes)
+        step = self._begin(chunk, level, self._now.read_bytes(chunk)[level])
+        return self._transfer(step, self.artifact.manifest.read_bytes(chunk)[level])
 
     def _turn(self, transfer: _Transfer) -> _Transfer | None:
         """Ask for a chunk that was given up at the level that is preferred; None if it is text."""

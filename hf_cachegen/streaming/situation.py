@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_cachegen.artifact.manifest import Manifest
 from hf_cachegen.errors import UnsupportedError
@@ -32,6 +32,8 @@ class Situation:
         chunk can be recomputed.
     started_at
         When the stream began, as :func:`time.monotonic` counts.
+    besides_bytes
+        Called with a level: what is to be fetched for it besides, once; None if that is not known.
 
     Attributes
     ----------
@@ -48,6 +50,7 @@ class Situation:
         ledger: Ledger,
         holds_past: Sequence[bool] | None,
         started_at: float,
+        besides_bytes: Callable[[int], int | None],
     ) -> None:
         self.chosen: list[int] = []
         self.throughputs = costs.link_bytes_per_s()
@@ -56,6 +59,7 @@ class Situation:
         self._costs = costs
         self._ledger = ledger
         self._holds_past = holds_past
+        self._besides_bytes = besides_bytes
 
     def state(
         self, policy: Policy, link_free_in_s: float = 0.0, seen: Sequence[float] = ()
@@ -75,7 +79,7 @@ class Situation:
         """
         now_s = self.elapsed_s()
         state = StreamState(
-            sizes_bytes=self._sizes,
+            sizes_bytes=self._sizes_from(len(self.chosen)),
             chosen=list(self.chosen),
             elapsed_s=now_s + link_free_in_s,
             throughputs_bytes_per_s=[*self.throughputs, *seen],
@@ -142,9 +146,22 @@ class Situation:
             return False
         return self._holds_past[chunk] or self.chosen[chunk - 1 : chunk] == [TEXT]
 
+    def read_bytes(self, chunk: int) -> tuple[int, ...]:
+        """What is to be fetched for a chunk, by level, if it is the next one."""
+        return tuple(
+            n_bytes + (self._besides_bytes(level) or 0)
+            for level, n_bytes in enumerate(self._sizes[chunk])
+        )
+
     def elapsed_s(self) -> float:
         """Seconds since the stream began."""
         return time.monotonic() - self.started_at
+
+    def _sizes_from(self, next_chunk: int) -> list[Sequence[int]]:
+        sizes: list[Sequence[int]] = list(self._sizes)
+        if next_chunk < len(sizes):
+            sizes[next_chunk] = self.read_bytes(next_chunk)
+        return sizes
 
     def _backlog_s(self) -> float:
         """Seconds of decoding and recomputing that are begun or queued."""

@@ -14,6 +14,7 @@ from hf_cachegen.artifact import Artifact, LevelRecord
 from hf_cachegen.errors import FormatError, StoreError
 from hf_cachegen.stores import LocalStore
 from hf_cachegen.streaming.controller import FixedLevel, Policy, StreamState
+from hf_cachegen.streaming.meter import Meter
 from hf_cachegen.streaming.pipeline import REQUESTS_AHEAD, ChunkStream
 from hf_cachegen.streaming.rates import MachineRates
 from hf_cachegen.streaming.steps import StreamStep
@@ -455,4 +456,35 @@ def test_chunks_are_asked_for_ahead_where_answers_take_their_time(
     assert [step.chunk for step in stream.report()] == list(range(9))
     started = [step.started_s for step in stream.report()]
     assert started == sorted(started), "each counts from its turn"
+    stream.close()
+
+
+def test_what_a_level_needs_besides_counts_for_the_next_chunk(
+    made_up: Path, slow_store: Any
+) -> None:
+    """Of the level that it is for, until it is there."""
+    states: list[StreamState] = []
+    besides = {0: 1000, 1: None}
+
+    class Observing(Policy):
+        def choose(self, state: StreamState) -> int:
+            states.append(state)
+            return 0
+
+    def prepare(level: int, meter: Meter) -> None:
+        besides[level] = 0
+
+    stream = ChunkStream(
+        Artifact.open(slow_store(made_up)),
+        Observing(),
+        ALL,
+        Collector(),
+        prepare=prepare,
+        besides_bytes=besides.__getitem__,
+    )
+    stream.wait_transfers()
+    own = [chunk.level_bytes for chunk in stream.artifact.manifest.chunks]
+    first, *others = ([tuple(sizes) for sizes in state.sizes_bytes] for state in states)
+    assert first == [(own[0][0] + 1000, own[0][1]), *own[1:]]
+    assert all(sizes == own for sizes in others)
     stream.close()
