@@ -143,7 +143,7 @@ def _print_stream(cache: CompressedStreamingCache) -> None:
             )
             for step in cache.stream_report()
         ],
-        title="seconds as measured (and as predicted)",
+        title="seconds as measured (and as predicted); transfers and recomputations go on at once",
         stderr=True,
     )
 

@@ -411,12 +411,17 @@ class CompressedStreamingCache(CountsTokens):
     def stream_report(self) -> list[StreamStep]:
         """What was done so far, with the seconds that it took and was expected to take.
 
-        One step per chunk, in order, then those of refinements.
+        One step per choice: of each chunk in order, another one where a chunk was given up for
+        something else, then those of chunks fetched from the back, and of refinements.
         """
         return self._stream.report()
 
     def chunk_sources(self) -> list[str]:
-        """By chunk, the name of the lossy level that its values come from, or ``"exact"``."""
+        """By chunk, the name of the lossy level that its values come from, or ``"exact"``.
+
+        Of a chunk that was given up for a coarser level, some layers may be better than that. One
+        that has not arrived yet counts as exact.
+        """
         return self._stream.sources()
 
     def wait(self) -> None:

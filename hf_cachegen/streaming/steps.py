@@ -22,18 +22,19 @@ class StreamStep:
     chunk, level
         What was chosen: the index of a level, or :data:`~hf_cachegen.streaming.policy.TEXT`.
     started_s
-        When the transfer or the recomputation began, in seconds since the stream did.
+        When the transfer's turn came or the recomputation began, in seconds since the stream did.
+        A transfer may have been asked for before that, and some of it be here.
     refinement
         Whether the chunk was there already, at a coarser level.
     finished
-        Whether the chunk has this level now. A refinement may have been given up in between, and
+        Whether the chunk has this level now. A transfer may have been given up in between, and
         then some layers may have it.
     dropped_segments
         Segments that had arrived and were not decoded, since it was too late for them.
     size_bytes
         What travelled for it, the chunk's index not counted.
     transfer_s
-        From the request to the last byte, waits for a slow decoder included.
+        From then to the last byte, waits for a slow decoder included.
     decode_s
         Time of the decoding threads, over their number: what the chunk adds to a busy machine.
     recompute_s
@@ -103,7 +104,7 @@ class StepLog:
         """By chunk, the name of the lossy level that its values come from, or ``"exact"``.
 
         What was recomputed is as good as the chunks before it. A refinement counts once all layers
-        have it.
+        have it. What has not arrived yet counts as exact.
         """
         sources = [EXACT] * n_chunks
         # Whatever is written over, or read for a recomputation, was finished before that.

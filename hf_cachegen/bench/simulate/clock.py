@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hf_cachegen.bench.simulate.links import Link
 from hf_cachegen.bench.simulate.presets import Ladder, Setup
@@ -130,11 +131,11 @@ def stream(costs: Costs, policy: Policy, link: Link) -> Outcome:
 
 
 ASK_S = 0.1
-"""How often it is looked whether a chunk comes too slowly; after a second less and less often."""
+"""How often it is looked whether a chunk comes too slowly; after a while less and less often."""
 
-Prefers = Callable[[float, StreamState], int | None]
-"""Called with the seconds that a transfer has taken and the state then; returns what to do instead
-of the rest of it, or None."""
+Prefers = Callable[[float, float, Callable[[], StreamState]], int | None]
+"""Called with the seconds that a transfer has taken and those that it will yet take at the present
+rate, and what gives the state then; returns what to do instead of the rest of it, or None."""
 
 
 @dataclass
@@ -224,11 +225,10 @@ class _Run:
         estimate = self.state().estimate()
         expected_s = estimate.median_s(size_bytes) if estimate else 0.0
 
-        def prefers(taken_s: float, state: StreamState) -> int | None:
-            left_bytes = state.sizes_bytes[chunk][level]
-            if not comes_late(taken_s, left_bytes / state.throughputs_bytes_per_s[-1], expected_s):
+        def prefers(taken_s: float, left_s: float, state: Callable[[], StreamState]) -> int | None:
+            if not comes_late(taken_s, left_s, expected_s):
                 return None
-            return self._policy.reconsider(state, level)
+            return self._policy.reconsider(state(), level)
 
         first_s = RECENT_S if self._policy.adapts else math.inf
         instead, sent = self._transfer(chunk, level, held_bytes, first_s, prefers)
@@ -237,11 +237,11 @@ class _Run:
     def _fill(self, chunk: int, level: int) -> bool:
         """Transfer a chunk that would else be recomputed; False if it is given up."""
 
-        def prefers(taken_s: float, state: StreamState) -> int | None:
-            return TEXT if self._policy.instead_of_text(state) is None else None
+        def prefers(taken_s: float, left_s: float, state: Callable[[], StreamState]) -> int | None:
+            return TEXT if self._policy.instead_of_text(state()) is None else None
 
-        busy_s = self._compute_free_s() - self._now_s
-        instead, _ = self._transfer(chunk, level, 0.0, max(busy_s, RECENT_S), prefers, last=True)
+        busy_s = max(self._compute_free_s() - self._now_s, ASK_S)
+        instead, _ = self._transfer(chunk, level, 0.0, busy_s, prefers, last=True)
         self._requests += 1
         if instead is None:
             self._levels[chunk] = level
@@ -263,16 +263,15 @@ class _Run:
         rate, instead = 0.0, None
         end_s, sent = self._send(start_s, size_bytes, start_s + ask_s)
         while sent < size_bytes and instead is None:
-            window_s = max(RECENT_S, ask_s / 2)
+            window_s = min(max(RECENT_S, ask_s / 2), ask_s)
             before = self._send(start_s, size_bytes, start_s + ask_s - window_s)[1]
             rate = (sent - before) / window_s
-            nests = level < self._costs.nested
-            left = self._left_bytes(chunk, held_bytes + (sent if nests else 0.0))
-            left[level] = size_bytes - round(sent)
-            state = self._state_of(chunk, ask_s, last=last).while_arriving(left, rate)
-            instead = prefers(ask_s, state)
+            state = partial(
+                self._state_during, chunk, level, held_bytes, sent, ask_s, rate, last=last
+            )
+            instead = prefers(ask_s, (size_bytes - sent) / rate, state)
             if instead is None:
-                ask_s += max(ASK_S, ask_s / 10)
+                ask_s += max(ASK_S, ask_s / 4)
                 end_s, sent = self._send(start_s, size_bytes, start_s + ask_s)
         finished = instead is None
         # Of a chunk that is given up, the first part may have come over a better link.
@@ -301,7 +300,24 @@ class _Run:
             decode_s=state.decode_s[:end],
             recompute_s=state.recompute_s[:end],
             elapsed_s=state.elapsed_s + later_s,
+            compute_free_s=max(state.compute_free_s, state.elapsed_s + later_s),
         )
+
+    def _state_during(
+        self,
+        chunk: int,
+        level: int,
+        held_bytes: float,
+        sent: float,
+        taken_s: float,
+        rate: float,
+        *,
+        last: bool,
+    ) -> StreamState:
+        """The state when some of a chunk has been sent, beside what was there before."""
+        left = self._left_bytes(chunk, held_bytes + (sent if level < self._costs.nested else 0.0))
+        left[level] = self._left_bytes(chunk, held_bytes)[level] - round(sent)
+        return self._state_of(chunk, taken_s, last=last).while_arriving(left, rate)
 
     def _note_transfer(
         self,
