@@ -483,7 +483,7 @@ class ChunkStream:
                 self._hold_up(meter)
 
     def _hold_up(self, meter: Meter) -> None:
-        """Decoders hold up a transfer, and so the one that was asked for ahead."""
+        """Decoders hold up a transfer, and so those that were asked for ahead."""
         for held in (meter, *(transfer.meter for transfer in self._ahead if transfer)):
             held.hold_up()
 

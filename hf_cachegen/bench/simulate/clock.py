@@ -175,12 +175,13 @@ class _Run:
 
     def take(self, chunk: int) -> None:
         """Have a chunk brought, or else recomputed."""
-        level: int | None = self._policy.choose(self.state())
+        choice = self._policy.choose(self.state())
+        level: int | None = choice
         held_bytes = 0.0
         while level is not None and level != TEXT:
             self._levels[chunk:] = [level]
             level, held_bytes = self._bring(chunk, level, held_bytes)
-        self._requests += bool(held_bytes or level is None)
+        self._requests += choice != TEXT
         if level == TEXT:
             self._levels[chunk:] = [TEXT]
             self._recompute(chunk)
