@@ -135,7 +135,7 @@ def _copy_table(store: Store, out: Path) -> Path:
     from hf_cachegen.tables.download import download_table
 
     record = TableRecord.read(store)
-    with _goes_on(sum(entry.arrays.size_bytes for entry in record.codecs), out) as progress:
+    with _goes_on(record.size_bytes, out) as progress:
         try:
             download_table(record, store, "", out, progress=progress)
         except OSError as error:

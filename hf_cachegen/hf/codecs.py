@@ -260,7 +260,7 @@ class _TableParts:
         if record is None:
             return None
         here_bytes = arrived_bytes(record, _cache_folder(record.digests[codec]))
-        return _size_bytes(record) - here_bytes
+        return record.size_bytes - here_bytes
 
     def whole(self) -> ModelTable:
         """All parts in one table."""
@@ -335,7 +335,7 @@ def _acquire(
         return ModelTable.read(record, store, folder)
     watchers = watchers or _Watchers()
     if is_of_one_cache(record):
-        watchers.expect(_size_bytes(record))
+        watchers.expect(record.size_bytes)
         return stream_table(record, store, folder, progress=watchers.progress, is_wanted=is_wanted)
     parts = [
         _acquire_part(record.subset([codec]), store, folder, is_wanted, watchers)
@@ -359,7 +359,7 @@ def _acquire_part(
     kept = _kept(codec, digest)
     if kept is not None:
         return kept
-    watchers.expect(_size_bytes(record))
+    watchers.expect(record.size_bytes)
     # A table cache that cannot be written to, or that somebody else holds, costs time only.
     with contextlib.suppress(OSError, ValueError):
         return download_table(
@@ -372,11 +372,6 @@ def _acquire_part(
         )
     watchers.begin_again()
     return stream_table(record, store, folder, progress=watchers.progress, is_wanted=is_wanted)
-
-
-def _size_bytes(record: TableRecord) -> int:
-    """What there is to fetch of a table, its record left out."""
-    return sum(entry.arrays.size_bytes for entry in record.codecs)
 
 
 def _kept(codec: str, digest: str) -> ModelTable | None:

@@ -29,6 +29,7 @@ class LinkCount:
     def __init__(self) -> None:
         self.size_bytes = 0
         self._changed_at = time.monotonic()
+        self._still_at: int | None = None
         self._lock = threading.Lock()
 
     def add(self, size_bytes: int) -> int:
@@ -42,6 +43,15 @@ class LinkCount:
     def silent_s(self) -> float:
         """Seconds since anything has come."""
         return time.monotonic() - self._changed_at
+
+    def note_standstill(self) -> None:
+        """Note that the link stands still, which it does until more comes."""
+        self._still_at = self.size_bytes
+
+    @property
+    def standstill_s(self) -> float:
+        """How long a link that stands still will do so yet: as long as it has, for all we know."""
+        return self.silent_s if self.size_bytes == self._still_at else 0.0
 
 
 class _Mark(NamedTuple):

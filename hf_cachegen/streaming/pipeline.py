@@ -132,7 +132,6 @@ class ChunkStream:
         self._ahead: deque[_Transfer | None] = deque()  # of the next chunks that are chosen
         self._touched: set[int] = set()  # chunks of which a segment was handed over
         self._link = LinkCount()
-        self._still_at: int | None = None  # its count when a chunk was given up since nothing came
         self._latency_s = math.inf  # of the fastest answer: others had to share the link
         self._ledger = Ledger(
             layers,
@@ -198,11 +197,7 @@ class ChunkStream:
         return self._steps.report()
 
     def sources(self) -> list[str]:
-        """By chunk, the name of the lossy level that its values come from, or ``"exact"``.
-
-        What was recomputed is as good as the chunks before it. A refinement counts once all layers
-        have it.
-        """
+        """By chunk, where its values come from; see :meth:`StepLog.sources`."""
         return self._steps.sources(self.artifact.manifest.levels, len(self._layers))
 
     def close(self, *, wait: bool = True) -> None:
@@ -268,7 +263,7 @@ class ChunkStream:
         """Choose what to do about the next chunk, and ask for it unless it is chosen as text."""
         if self._link_gone:
             return None
-        link_free_in_s += self._standstill_s()
+        link_free_in_s += self._link.standstill_s
         level = self._policy.choose(self._now.state(self._policy, link_free_in_s, seen))
         if level == TEXT:
             return None
@@ -284,8 +279,15 @@ class ChunkStream:
         assert layers is not None  # else there would be nothing to gain
         if len(layers) > len(transfer.layers):
             self._ledger.take_back(chunk)
+        return self._ask_for(chunk, level, layers)
+
+    def _ask_for(
+        self, chunk: int, level: int, layers: Sequence[int], *, fills: bool = False
+    ) -> _Transfer:
+        """Ask for what is missing of some layers of a chunk at a level."""
         size_bytes = self._reader.missing_bytes(chunk, level, layers)
-        return self._transfer(self._begin(chunk, level, size_bytes), size_bytes, layers=layers)
+        step = self._begin(chunk, level, size_bytes)
+        return self._transfer(step, size_bytes, layers=layers, fills=fills)
 
     def _layers_instead(self, transfer: _Transfer, level: int) -> Sequence[int] | None:
         """Of which layers a chunk's segments are needed if it goes on at another level.
@@ -299,10 +301,6 @@ class ChunkStream:
             return transfer.layers
         return None if self._recompute is None else layers
 
-    def _standstill_s(self) -> float:
-        """How long a link that stands still will do so yet: as long as it has, for all we know."""
-        return self._link.silent_s if self._link.size_bytes == self._still_at else 0.0
-
     def _fill_from_the_back(self) -> None:
         """Fetch what waits to be recomputed, last chunk first, while the processor is busy.
 
@@ -313,16 +311,14 @@ class ChunkStream:
         while not self._link_gone and (text := self._ledger.withdraw_recompute()):
             chunk, level = text.chunk, None
             if chunk not in self._touched:
-                still_s = self._standstill_s()
+                still_s = self._link.standstill_s
                 state = self._now.state_of(self._policy, chunk, still_s, last=True)
                 level = self._policy.instead_of_text(state)
             if level is None:
                 self._ledger.queue_recompute(text)
                 return
             self._steps.remove(text)
-            size_bytes = self._reader.missing_bytes(chunk, level, self._layers[chunk])
-            step = self._begin(chunk, level, size_bytes)
-            if not self._arrives(self._transfer(step, size_bytes, fills=True)):
+            if not self._arrives(self._ask_for(chunk, level, self._layers[chunk], fills=True)):
                 if not self._ledger.ended:
                     self._ledger.queue_recompute(self._begin(chunk, TEXT))
                 return
@@ -439,7 +435,7 @@ class ChunkStream:
             recent = meter.recent_bytes_per_s()
             self._note_rates(self._rates_of(meter) if arrived else [recent] if recent else [])
             if not arrived and recent == 0:
-                self._still_at = self._link.size_bytes
+                self._link.note_standstill()
         self._steps.finish(step)
         self._ledger.handed_over(step.chunk)
         if not self._refines:
@@ -570,7 +566,7 @@ class ChunkStream:
     def _recompute_step(self, step: StreamStep) -> bool:
         assert self._recompute is not None
         started = time.monotonic()
-        step.started_s = started - self._now.started_at
+        step.started_s = self._now.elapsed_s()
         for _ in self._recompute(step.chunk):
             if self._ledger.ended:
                 return False

@@ -156,6 +156,11 @@ class TableRecord(Record):
         return tuple(dict.fromkeys(entry.codec for entry in self.codecs))
 
     @property
+    def size_bytes(self) -> int:
+        """What there is to fetch of the table, ``table.json`` left out."""
+        return sum(entry.arrays.size_bytes for entry in self.codecs)
+
+    @property
     def digests(self) -> dict[str, str]:
         """By codec, the BLAKE2b of all that its segments depend on, 32 hex digits.
 

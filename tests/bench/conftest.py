@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -27,3 +29,19 @@ def _lies_between(measure: Callable[[], float], low_s: float, high_s: float) -> 
 def lies_between() -> LiesBetween:
     """``lies_between(measure, low_s, high_s)``, see :func:`_lies_between`."""
     return _lies_between
+
+
+@pytest.fixture(scope="session")
+def seconds_at_once() -> Callable[[Callable[[], object], int], float]:
+    """``seconds_at_once(call, count)``: how long several calls take, each in its own thread."""
+
+    def seconds_at_once(call: Callable[[], object], count: int) -> float:
+        threads = [threading.Thread(target=call) for _ in range(count)]
+        started_s = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - started_s
+
+    return seconds_at_once

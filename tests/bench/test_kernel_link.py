@@ -73,18 +73,11 @@ def test_rate_holds(over_tc: OverTc, rate: float, lies_between: Any) -> None:
         assert lies_between(lambda: seconds_of(server, size), 0.95 * shortest_s, 1.4 * shortest_s)
 
 
-def test_connections_share_the_link(over_tc: OverTc, lies_between: Any) -> None:
+def test_connections_share_the_link(
+    over_tc: OverTc, lies_between: Any, seconds_at_once: Any
+) -> None:
     with over_tc(rate_bytes_per_s=2e6) as server:
-
-        def measure() -> float:
-            threads = [threading.Thread(target=get, args=(server, 200_000)) for _ in range(4)]
-            started = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            return time.perf_counter() - started
-
+        measure = functools.partial(seconds_at_once, functools.partial(get, server, 200_000), 4)
         assert lies_between(measure, 0.4 / GOODPUT * 0.95, 1.0)
 
 

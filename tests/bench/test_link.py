@@ -6,6 +6,7 @@ import http.client
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -111,19 +112,9 @@ def test_rate_is_exact(served: Path, rate: float, lies_between: Any) -> None:
         connection.close()
 
 
-def test_connections_share_the_link(served: Path, lies_between: Any) -> None:
+def test_connections_share_the_link(served: Path, lies_between: Any, seconds_at_once: Any) -> None:
     with LinkServer(served, rate_bytes_per_s=4e6) as server:
-
-        def measure() -> float:
-            wanted = "bytes=0-399999"
-            threads = [threading.Thread(target=get, args=(server, wanted)) for _ in range(4)]
-            started_s = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            return time.perf_counter() - started_s
-
+        measure = partial(seconds_at_once, partial(get, server, "bytes=0-399999"), 4)
         assert lies_between(measure, 0.35, 0.52)
 
 

@@ -116,23 +116,26 @@ def test_numbers_that_make_no_sense_are_refused_by_name(refuse, command, option)
         assert f"'{option}'" in refuse(*command, option, number)
 
 
+def run_interruptible(script: str) -> subprocess.CompletedProcess[bytes]:
+    """Run Python code that ends itself with an interrupt."""
+    # A shell starts background jobs with the signal ignored, and their children inherit that.
+    heed = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    return subprocess.run([sys.executable, "-c", heed + script], capture_output=True, timeout=60)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_an_interrupt_ends_with_130():
-    script = (
-        # A shell starts background jobs with the signal ignored, and their children inherit that.
-        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    done = run_interruptible(
         "import hf_cachegen.cli.inspect as inspect\n"
         "inspect._installation = lambda: os.kill(os.getpid(), signal.SIGINT) or signal.pause()\n"
         "from hf_cachegen.cli import app\napp(['info'])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert done.returncode == 128 + signal.SIGINT
     assert done.stderr == b"hf-cachegen: interrupted\n"
 
 
 INTERRUPTED_IMPORT = """
-import os, runpy, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
+import runpy, sys
 sys.argv[1:] = ["info"]
 
 class Interrupter:
@@ -149,19 +152,17 @@ runpy.run_path({command!r}, run_name="__main__")
 @pytest.mark.parametrize("module", ["hf_cachegen.cli", "typer", "numpy", "hf_cachegen.cli.app"])
 def test_an_interrupt_while_modules_are_imported_ends_with_130(module):
     script = INTERRUPTED_IMPORT.format(module=module, command=str(COMMAND))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    done = run_interruptible(script)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, b"", b"")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_an_interrupt_before_the_command_is_known_ends_with_130():
-    script = (
-        "import os, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    done = run_interruptible(
         "import typer.main\n"
         "typer.main.get_command = lambda app: os.kill(os.getpid(), signal.SIGINT)\n"
         "from hf_cachegen.__main__ import main\nmain()"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, b"")
 
 
